@@ -15,6 +15,7 @@ from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.placement import LatencyModel, PlacementRules
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.scheduler.output_lengths import LengthEstimate, LengthQuery, PromptLengthPredictor
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 MODEL = LatencyModel(k1=0.3635e-3, c1=4e-3, k2=9.62e-8, c2=0.173e-3, c3=55.8e-3)
@@ -40,8 +41,9 @@ class LoadedFleet:
     def __init__(self, num_engines: int, num_ongoing: int, rate: float, seed: int = 0) -> None:
         rng = Random(seed)
         self.policy = AladdinPolicy(rng, PlacementRules(), MODEL)
+        self._lengths = PromptLengthPredictor()
         for job in make_workload(WORKLOAD, NUM_HISTORY, rate, seed=seed):
-            self.policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+            self._lengths.record(job.num_prompt_tokens, job.num_output_tokens)
         self._rate = rate
         self._now = 0.0
         self.cpu_seconds = 0.0
@@ -51,7 +53,7 @@ class LoadedFleet:
         jobs = make_workload(WORKLOAD, num_engines * num_ongoing, rate, seed=seed + 1)
         for number, job in enumerate(jobs):
             engine = self._engines[number % num_engines]
-            engine.on_sent(number, job.num_prompt_tokens)
+            engine.on_sent(number, job.num_prompt_tokens, self._estimate(job))
             self._wire_ids[number % num_engines].append(number)
             num_tokens = rng.randint(1, max(1, job.num_output_tokens - 1))
             for index in range(num_tokens):
@@ -67,6 +69,9 @@ class LoadedFleet:
             for index, engine in enumerate(self._engines)
         ]  # fmt: skip
 
+    def _estimate(self, job: WorkloadRequest) -> LengthEstimate:
+        return self._lengths.estimate(LengthQuery(job.num_prompt_tokens))
+
     def place(self, jobs: Sequence[WorkloadRequest]) -> list[str]:
         """Return the engine of each request; before it, one finishes and engines end a step."""
         names = []
@@ -74,13 +79,14 @@ class LoadedFleet:
             self._now += 1 / self._rate
             for engine, wire_ids in zip(self._engines, self._wire_ids, strict=True):
                 engine.on_tokens(wire_ids, self._now)
-            request = RoutingRequest(job.num_prompt_tokens, slo=SLO)
+            estimate = self._estimate(job)
+            request = RoutingRequest(job.num_prompt_tokens, slo=SLO, length_estimate=estimate)
             begin = time.process_time()
-            self.policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+            estimate.record(job.num_output_tokens)
             name = self.policy.choose(request, self.snapshots())
             self.cpu_seconds += time.process_time() - begin
             assert name is not None
-            self._engines[int(name)].on_sent(-1 - number, job.num_prompt_tokens)
+            self._engines[int(name)].on_sent(-1 - number, job.num_prompt_tokens, estimate)
             names.append(name)
         return names
 

@@ -61,7 +61,7 @@ def run_rebalanced(task: RebalancingTask) -> RebalancedRun:
     case = task.search.case
     deployments = fleet_deployments(case, task.num_workers)
     return simulate_rebalanced(
-        deployments, case.jobs(), case.best_fit(), case.rules, case.worker.latency
+        deployments, case.jobs(), case.router(), case.rules, case.worker.latency
     )
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from experiments.rebalancing import Move, PredictionError, line_distance, rebalance
 from gllm.routing.placement import LatencyModel, PlacedRequest, PlacementRules, PlacementWorker
-from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster
 from gllm.sim.cluster.engine import ClusterEngine
@@ -87,14 +86,13 @@ class RebalancedCluster(SimulatedCluster):
     """Cluster with the policy `aladdin` and re-balancing.
 
     Args:
-        policy: A new policy; it predicts the lengths.
+        router: A new router with the policy.
         rules: Constraints of a move's target; the objective is that of all requests.
         model: Latency model of all engines.
     """
 
-    def __init__(self, policy: AladdinPolicy, rules: PlacementRules, model: LatencyModel) -> None:
-        super().__init__(PolicyRouter(policy, rules.slo))
-        self._lengths = policy.output_lengths
+    def __init__(self, router: PolicyRouter, rules: PlacementRules, model: LatencyModel) -> None:
+        super().__init__(router)
         self._rules = rules
         self._model = model
         self._errors: defaultdict[str, PredictionError] = defaultdict(PredictionError)
@@ -118,8 +116,7 @@ class RebalancedCluster(SimulatedCluster):
         super()._on_arrival(now, arrival)
 
     def _submit(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
-        num_prompt_tokens = len(request.request.prompt_token_ids)
-        known = self._lengths.predict(num_prompt_tokens, request.num_output_tokens)
+        known = request.length_estimate.expected(request.num_output_tokens)
         self._expected.setdefault(request.index, known)
         super()._submit(engine, request, now)
 
@@ -146,7 +143,7 @@ class RebalancedCluster(SimulatedCluster):
             error = self._errors[engine.name]
             if request.index in self._late:
                 error = error.moved(PlacedRequest(num_prompt_tokens, known), -1)
-            expected = self._lengths.predict(num_prompt_tokens, num_tokens)
+            expected = request.length_estimate.expected(num_tokens)
             self._errors[engine.name] = error.with_underestimate(expected)
             self._expected[request.index] = expected
             self._late.add(request.index)
@@ -221,7 +218,7 @@ class RebalancedCluster(SimulatedCluster):
 def simulate_rebalanced(
     deployments: Mapping[str, Deployment],
     jobs: Iterable[WorkloadRequest],
-    policy: AladdinPolicy,
+    router: PolicyRouter,
     rules: PlacementRules,
     model: LatencyModel,
 ) -> RebalancedRun:
@@ -230,14 +227,14 @@ def simulate_rebalanced(
     Args:
         deployments: Engines by name, ready at the beginning.
         jobs: Sorted by time; may be a generator.
-        policy: A new policy.
+        router: A new router with the policy `aladdin`.
         rules: Constraints of a move's target; the objective is that of all requests.
         model: Latency model of all engines.
 
     Raises:
         ValueError: The workload is not sorted, or a request fits no engine.
     """
-    cluster = RebalancedCluster(policy, rules, model)
+    cluster = RebalancedCluster(router, rules, model)
     for name, deployment in deployments.items():
         cluster.add_engine(name, deployment)
     cluster.submit_each(jobs)

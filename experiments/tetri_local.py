@@ -130,7 +130,7 @@ def admit_decodes(case: AdmissionCase) -> AdmissionOutcome:
     )
     config = replace(ample, kv_admission=case.rule)
     rng = Random(case.seed)
-    predict_length = None if case.predictor == "exact" else NoisyLengthPredictor(rng).predict
+    lengths = None if case.predictor == "exact" else NoisyLengthPredictor(rng)
     run = simulate_pairs(
         {
             "prefill": make_engine(ample, AMPLE_BLOCKS, has_prefill=False),
@@ -140,7 +140,7 @@ def admit_decodes(case: AdmissionCase) -> AdmissionOutcome:
         jobs,
         make_pair_policy("tetri", rng),
         KvNetwork(NetworkLink(1e15, 0.0), 1),
-        predict_length=predict_length,
+        lengths=lengths,
     )
     requests = run.cluster.requests.values()
     jcts = [served.line.e2el for served in requests]

@@ -14,7 +14,7 @@ from gllm.options.version import __version__
 COMMANDS = {
     "serve": ("gllm.serve:main", "serve a model over HTTP"),
     "router": ("gllm.commands.router:main", "serve many engines over HTTP as if they were one"),
-    "profile": ("gllm.commands.profile.command:main", "measure a model on this machine"),
+    "profile": ("gllm.commands.profile.entry:main", "measure a model on this machine"),
     "simulate": (
         "gllm.commands.simulate:main",
         "predict a deployment from a profile or a data sheet",

@@ -34,6 +34,7 @@ OUTSIDE: Mapping[str, frozenset[str]] = MappingProxyType(
             "scheduler": "",
             "kernels": "flash_attn numpy torch triton",
             "routing": "",
+            "routing.lengths": "msgspec numpy",
             "pacing": "",
             "recovery": "msgspec",
             "messages": "msgspec",
@@ -60,7 +61,7 @@ OUTSIDE: Mapping[str, frozenset[str]] = MappingProxyType(
             "deploy.doctor": "zmq",
             "frontend": "aiohttp msgspec opentelemetry prometheus_client",
             "commands": "aiohttp matplotlib msgspec setproctitle uvloop",
-            "commands.profile": "msgspec torch",
+            "commands.profile": "msgspec numpy torch",
             "serve": "uvloop",
             "__main__": "",
         }.items()

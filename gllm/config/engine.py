@@ -28,7 +28,9 @@ from gllm.options.flags import (
     parse_layers,
 )
 from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.routing.lengths.registry import PREDICTOR_HELP, check_length_predictor
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_admission import RESERVING_ADMISSIONS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Values of --dtype."""
@@ -239,6 +241,12 @@ class EngineConfig:
         "folder, removed at the end",
         parse=output_folder,
     )
+    length_predictor: str | None = option(
+        None,
+        f"{PREDICTOR_HELP}; for --kv-admission reserve-static and reserve-dynamic. Requests of "
+        "routers have their predictions; default: by-max-tokens",
+        parse=check_length_predictor,
+    )
     step_log: str | None = option(
         None,
         "file to which every plan, step time and result is written as JSON lines; default: none",
@@ -333,6 +341,7 @@ class EngineConfig:
                 f"{stages} stages (pipeline_parallel_size)"
             )
         self._check_speculation()
+        self._check_length_predictor()
         self._check_weight_cache()
         self._check_kv_transfer()
         self._check_kv_disk()
@@ -378,6 +387,17 @@ class EngineConfig:
                 "speculative_config",
                 f"speculative_config: method {config.method} has keys and values of its own, which "
                 f"{name} does not move: choose method ngram, or leave {name} out",
+            )
+
+    def _check_length_predictor(self) -> None:
+        """Check that a rule of admission reads the predictions."""
+        if self.length_predictor is not None and (
+            self.scheduler.kv_admission not in RESERVING_ADMISSIONS
+        ):
+            raise FieldError(
+                "length_predictor",
+                f"length_predictor {self.length_predictor} would change nothing: set kv_admission "
+                f"to {' or '.join(RESERVING_ADMISSIONS)}, or leave it out",
             )
 
     def _check_weight_cache(self) -> None:

@@ -10,6 +10,7 @@ from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, opti
 from gllm.routing.disaggregation.flow import Routes, parse_routes
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.routing.health import HealthConfig
+from gllm.routing.lengths.registry import PREDICTOR_HELP, check_length_predictor
 from gllm.routing.policy_registry import POLICIES
 from gllm.routing.scaling.role_changes import FlipConfig
 from gllm.routing.scaling.scale_config import ScaleConfig
@@ -99,6 +100,11 @@ class RouterConfig:
         flags=("--policy", "--routing-logic"),
         parse=parse_policy,
         is_common=True,
+    )
+    length_predictor: str | None = option(
+        None,
+        f"{PREDICTOR_HELP}; default: by-prompt with --policy aladdin, else by-max-tokens",
+        parse=check_length_predictor,
     )
     preset: str | None = option(
         None,

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import msgspec
 
+from gllm.routing.lengths.accuracy import BucketAccuracy
+
 
 class EngineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State, load and counters of one engine behind a router, for GET /engines."""
@@ -68,6 +70,10 @@ class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """True if idle engines are switched between the roles prefill and decode."""
     role_changes: dict[str, int]
     """Number of role changes that this router has commanded, by new role."""
+    length_predictor: str
+    """Name or file of the predictor of output lengths."""
+    output_lengths: list[BucketAccuracy]
+    """Outputs that have ended by bucket of their length, and how many were predicted right."""
 
 
 class ScaleStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from gllm.messages.requests import ErrorKind
 from gllm.messages.requests import PoisonRequestError as PoisonRequestError
 from gllm.messages.sampling import TokenLogprobs
 from gllm.options.slo import Slo
+from gllm.routing.lengths.accuracy import BucketAccuracy
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
 
@@ -169,6 +170,11 @@ class EngineStatus:
     """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
     kv_disk: KvDiskTotals | None = None
     """Counters of the disk tier of the prefix cache; None without one."""
+    length_predictor: str = ""
+    """Name or file of the predictor of output lengths; empty if the scheduler predicts them."""
+    output_lengths: Sequence[BucketAccuracy] = ()
+    """Outputs that have ended by bucket of their length, and how many were predicted right; empty
+    if the scheduler predicts them."""
 
 
 class EngineUnavailableError(Exception):

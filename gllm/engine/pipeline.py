@@ -130,12 +130,14 @@ class PipelineBackend:
 
     def describe(self) -> dict[str, Any]:
         """Return configuration and state as JSON values."""
+        lengths = self.supervisor.client.output_lengths
         return {
             "state": self.supervisor.state,
             "layers": [len(layers) for layers in self.supervisor.planner.layers],
             "kv_blocks": self.supervisor.num_blocks,
             "kv_bytes": self.supervisor.kv_bytes,
             "config": msgspec.to_builtins(self._config),
+            **({} if lengths is None else {"output_lengths": lengths.describe()}),
             **({} if self.attachment is None else {"routers": self.attachment.describe()}),
         }
 
@@ -301,7 +303,7 @@ def read_status(
         cluster: manager of the engine's other machines; None if there are none.
     """
     client, deaths = supervisor.client, supervisor.deaths
-    mover = supervisor.kv_mover
+    mover, lengths = supervisor.kv_mover, client.output_lengths
     return EngineStatus(
         state=supervisor.state,
         is_sleeping=supervisor.admission.is_sleeping,
@@ -331,4 +333,6 @@ def read_status(
         tensor_parallel_size=max(config.stage_degrees),
         kv_transfers=mover.totals if mover.is_enabled else None,
         kv_disk=mover.disk_totals,
+        length_predictor="" if lengths is None else lengths.name,
+        output_lengths=() if lengths is None else lengths.accuracy.rows(),
     )

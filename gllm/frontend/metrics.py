@@ -175,6 +175,32 @@ def kv_disk_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Me
                 totals.num_kept_blocks)  # fmt: skip
 
 
+def length_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
+    """Yield Prometheus metrics of the predictor of output lengths; none without one.
+
+    Args:
+        labels: Labels of all samples, by name.
+        status: Status of the engine or router, with the accuracy of its predictor.
+    """
+    if not status.length_predictor:
+        return
+    text = "Predictor of output lengths, as a label; the value is 1"
+    name = [((status.length_predictor,), 1)]
+    yield gauge("length_predictor_info", text, labels, name, "predictor")
+    text = (
+        "Outputs that have ended, by bucket of their length in tokens; predicted when the request "
+        "arrived to be in it (right), or in one of shorter or of longer outputs"
+    )
+    samples = [
+        ((row.bucket, result), count)
+        for row in status.output_lengths
+        for result, count in (
+            ("right", row.num_right), ("short", row.num_short), ("long", row.num_long),
+        )
+    ]  # fmt: skip
+    yield counter("length_predictions", text, labels, samples, "bucket result")
+
+
 def speculation_metrics(labels: dict[str, str], stats: SchedulerStats) -> Iterator[Metric]:
     """Yield Prometheus metrics of an engine's guesses; none without speculation.
 
@@ -229,6 +255,10 @@ GAUGES = {
         "Micro-batches that are to be in flight (B): the decodes are spread over them",
     ),
     "micro_batches_in_flight": ("in_flight", "Micro-batches on their way through the pipeline"),
+    "prefill_batch_tokens": (
+        "prefill_batch_tokens",
+        "Prompt tokens per micro-batch that the policy aims at; 0 with one that has no such number",
+    ),
 }
 """Gauges: field of the scheduler's statistics and help text, by name."""
 COUNTERS = {
@@ -334,6 +364,7 @@ class EngineCollector(Collector):
         yield from kv_transfer_metrics(model, status)
         yield from kv_disk_metrics(model, status)
         yield from speculation_metrics(model, status.stats)
+        yield from length_metrics(model, status)
         yield adapter_metric(self._engine.model.name)
         text = "Tasks of the event loop: one per open connection, and those of the server itself"
         yield gauge("event_loop_tasks", text, model, num_event_loop_tasks())

@@ -11,6 +11,8 @@ from gllm.options.slo import Slo
 from gllm.router.engine_record import EngineRecord
 from gllm.routing.disaggregation.policy import EnginePair, PairPolicy, PairRequest
 from gllm.routing.health import FleetHealth
+from gllm.routing.lengths.accuracy import MeasuredLengthPredictor
+from gllm.routing.lengths.registry import make_length_predictor
 from gllm.routing.policies.predict import predict_all
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PromptBlockHashes
@@ -19,19 +21,20 @@ from gllm.routing.shedding import retry_after_seconds, shedding_reason
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_stream import RequestStream
-from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.output_lengths import LengthEstimate, LengthQuery
 
 log = logging.getLogger(__name__)
-
-EXPECTED_OUTPUT_TOKENS = 256
-"""Expected number of output tokens of a request before similar ones have finished."""
 
 
 class Dispatcher:
     """Chooses the engine of each request by routing policy, engine load and engine health."""
 
     def __init__(
-        self, policy: RoutingPolicy, health: FleetHealth, clock: Callable[[], float]
+        self,
+        policy: RoutingPolicy,
+        health: FleetHealth,
+        clock: Callable[[], float],
+        length_predictor: str | None = None,
     ) -> None:
         """Create a dispatcher without engines.
 
@@ -39,12 +42,19 @@ class Dispatcher:
             policy: chooses among the engines that may get a request.
             health: says which engines are ejected or in slow start.
             clock: returns the time in seconds.
+            length_predictor: name or file of the predictor of output lengths; None for the
+                policy's.
+
+        Raises:
+            ValueError: there is no such predictor, or its file cannot be used.
         """
         self.records: dict[str, EngineRecord] = {}
         """Attached engines by name."""
         self.num_shed: Counter[str] = Counter()
         """Requests refused because of their SLO, by reason."""
-        self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
+        name = length_predictor or policy.length_predictor
+        self.output_lengths = MeasuredLengthPredictor(name, make_length_predictor(name))
+        """Predictor of the output lengths of all requests, with its accuracy."""
         self.mean_lengths: RecentLengths | None = None
         """Mean lengths of the requests that have finished lately; None before the first."""
         self.policy = policy
@@ -84,25 +94,32 @@ class Dispatcher:
             cached = self.policy.prefixes.cached_blocks(request.block_hashes)
             num_cached = cached.get(name, 0) * record.announce.block_size
         record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
+        record.next_estimate = request.length_estimate
         return name
 
     def on_output(self, entry: JournalEntry, length: int) -> None:
         """Record the lengths of a finished request, which predict those of later requests."""
-        self.output_lengths.record(entry.max_tokens, length)
-        self.policy.on_finished(len(entry.prompt), length)
+        self.estimate(entry).record(length)
         lengths = RecentLengths(len(entry.prompt), length)
         self.mean_lengths = self.mean_lengths.mix(lengths) if self.mean_lengths else lengths
 
-    def predict_output(self, entry: JournalEntry) -> int:
-        """Predict the length of a request's output in tokens, earlier output included.
+    def estimate(self, entry: JournalEntry) -> LengthEstimate:
+        """Return the estimate of a request's output length, made when it is first needed."""
+        if entry.length_estimate is None:
+            query = LengthQuery(len(entry.prompt), entry.max_tokens, entry.prompt)
+            entry.length_estimate = self.output_lengths.estimate(query)
+        return entry.length_estimate
 
-        The request carries the prediction to its engine once outputs of its class have ended here;
-        an engine has seen fewer outputs than its routers.
+    def predict_output(self, entry: JournalEntry) -> int:
+        """Predict the likely length of a request's output in tokens, earlier output included.
+
+        The request carries the prediction to its engine once the predictor has seen outputs that
+        say something about it; an engine has seen fewer outputs than its routers.
         """
         num_generated = min((len(entry.outputs[choice]) for choice in entry.alive), default=0)
-        length = self.output_lengths.predict(entry.max_tokens, num_generated)
-        is_known = self.output_lengths.class_of(entry.max_tokens) in self.output_lengths.histories
-        entry.predicted_output_tokens = length if is_known else 0
+        estimate = self.estimate(entry)
+        length = max(1, round(estimate.likely(num_generated)))
+        entry.predicted_output_tokens = length if estimate.is_known else 0
         return length
 
     def reason_to_shed(
@@ -123,13 +140,15 @@ class Dispatcher:
         engines = self.candidates(self.records, self._clock())
         if not engines:
             return None
+        estimate = self.output_lengths.estimate(LengthQuery(len(prompt), max_tokens, prompt))
         request = RoutingRequest(
             num_prompt_tokens=len(prompt),
             block_hashes=PromptBlockHashes(prompt, engines[0].block_size, cache_salt),
-            num_output_tokens=self.output_lengths.predict(max_tokens, 0),
+            num_output_tokens=max(1, round(estimate.expected())),
             max_tokens=max_tokens,
             priority=priority,
             slo=slo,
+            length_estimate=estimate,
         )
         predictions = predict_all(request, engines, self.policy.prefixes)
         reason = shedding_reason(request, predictions)
@@ -173,14 +192,17 @@ class Dispatcher:
     def _routing_request(self, entry: JournalEntry, block_size: int) -> RoutingRequest:
         num_generated = [len(entry.outputs[choice]) for choice in entry.alive]
         least = min(num_generated, default=0)
+        self.predict_output(entry)
+        estimate = self.estimate(entry).after(least)
         return RoutingRequest(
             num_prompt_tokens=len(entry.prompt) + sum(num_generated),
             block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
-            num_output_tokens=self.predict_output(entry) - least,
+            num_output_tokens=max(1, round(estimate.expected())),
             max_tokens=entry.max_tokens - least,
             priority=entry.priority,
             session=entry.session,
             slo=entry.slo,
+            length_estimate=estimate,
         )
 
 
@@ -218,7 +240,9 @@ class PairDispatcher:
         if pair is None or not all(name in names for name in pair if name):
             self.on_ended(stream)
             return None
-        self._dispatcher.records[pair.prefill].num_next_tokens = len(stream.entry.prompt)
+        record = self._dispatcher.records[pair.prefill]
+        record.num_next_tokens = len(stream.entry.prompt)
+        record.next_estimate = self._dispatcher.estimate(stream.entry)
         return pair
 
     def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
@@ -242,5 +266,4 @@ class PairDispatcher:
     def _request(self, stream: RequestStream) -> PairRequest:
         """Return the request for the policy."""
         entry = stream.entry
-        length = self._dispatcher.predict_output(entry)
-        return PairRequest(stream, len(entry.prompt), max(1, length))
+        return PairRequest(stream, len(entry.prompt), self._dispatcher.predict_output(entry))

@@ -5,6 +5,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import LOCAL_PRESETS
+from gllm.scheduler.output_lengths import UNKNOWN_LENGTH, LengthEstimate
 
 SETTLE_SECONDS = 0.05
 """Age from which a request is in the statistics that arrive: the time of both ways and of the
@@ -71,6 +72,8 @@ class EngineRecord:
         """Time since which the engine reports another state than ready."""
         self.num_next_tokens = 0
         """Uncached prompt tokens of the request that is sent next."""
+        self.next_estimate: LengthEstimate = UNKNOWN_LENGTH
+        """Predicted output length of the request that is sent next, on this engine."""
         self.name = announce.name
         self.stats = report.stats
         """Latest counters of the scheduler."""
@@ -141,7 +144,8 @@ class EngineRecord:
         if self._ongoing is not None:
             resumed = message.outputs or [[]] * message.n
             for index, output in enumerate(resumed):
-                self._ongoing.on_sent(message.seq + index, len(message.prompt) + len(output))
+                num_tokens = len(message.prompt) + len(output)
+                self._ongoing.on_sent(message.seq + index, num_tokens, self.next_estimate)
         self._snapshot = None
 
     def on_aborted(self, message: AbortSequences) -> None:

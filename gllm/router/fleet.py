@@ -75,7 +75,7 @@ class Fleet:
             clock: returns the time in seconds; None for time.monotonic.
 
         Raises:
-            ValueError: an address or the secret cannot be used.
+            ValueError: an address, the secret or the length predictor cannot be used.
         """
         self.name = f"router-{secrets.token_hex(4)}"
         """Name of the router in the logs of its engines."""
@@ -85,7 +85,10 @@ class Fleet:
         self._model_hash = model_hash
         self._max_model_len = max_model_len
         self._dispatcher = Dispatcher(
-            policy or make_policy(config.policy, Random()), FleetHealth(config.health), clock
+            policy or make_policy(config.policy, Random()),
+            FleetHealth(config.health),
+            clock,
+            config.length_predictor,
         )
         pairs = None
         if pair_policy is not None:
@@ -160,6 +163,8 @@ class Fleet:
             else "",
             is_recovery_overdue=self._is_overdue(),
             num_resumed_requests=self.client.num_resumed_requests,
+            length_predictor=self._dispatcher.output_lengths.name,
+            output_lengths=self._dispatcher.output_lengths.accuracy.rows(),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -194,6 +199,8 @@ class Fleet:
             decode_choice=config.decode_choice,
             flips=config.flips,
             role_changes=dict(self.roles.num_commands),
+            length_predictor=self._dispatcher.output_lengths.name,
+            output_lengths=self._dispatcher.output_lengths.accuracy.rows(),
         )
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from gllm.routing.state import OngoingRequest
+from gllm.scheduler.output_lengths import UNKNOWN_LENGTH, LengthEstimate
 
 
 class OngoingRequests:
@@ -17,9 +18,20 @@ class OngoingRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def on_sent(self, wire_id: int, num_prompt_tokens: int) -> None:
-        """Add a request that is sent to the engine."""
-        self._requests[wire_id] = OngoingRequest(num_prompt_tokens)
+    def on_sent(
+        self,
+        wire_id: int,
+        num_prompt_tokens: int,
+        length_estimate: LengthEstimate = UNKNOWN_LENGTH,
+    ) -> None:
+        """Add a request that is sent to the engine.
+
+        Args:
+            wire_id: id of the sequence.
+            num_prompt_tokens: tokens to prefill.
+            length_estimate: prediction of the tokens that it generates there.
+        """
+        self._requests[wire_id] = OngoingRequest(num_prompt_tokens, length_estimate=length_estimate)
 
     def on_tokens(self, wire_ids: Iterable[int], now: float) -> None:
         """Count a token of each sequence; unknown ids are ignored."""

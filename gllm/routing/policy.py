@@ -28,6 +28,8 @@ class RoutingPolicy(ABC):
     uses_ongoing: ClassVar[bool] = False
     """True if `choose` reads the unfinished requests of the engines, which routers track only for
     such a policy."""
+    length_predictor: ClassVar[str] = "by-max-tokens"
+    """Name of the predictor of output lengths that a router uses without `--length-predictor`."""
 
     def __init__(self, rng: Random) -> None:
         """Create the policy; `rng` breaks ties, so that a seed repeats a run."""
@@ -42,10 +44,4 @@ class RoutingPolicy(ABC):
         Args:
             request: the request.
             engines: engines that can run the request and may get it.
-        """
-
-    def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
-        """Handle a finished request, given its prompt and output lengths in tokens.
-
-        The default ignores it.
         """

@@ -1,11 +1,12 @@
 """Inputs of a routing decision: the state of each engine, and the request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from gllm.options.slo import Slo
+from gllm.scheduler.output_lengths import UNKNOWN_LENGTH, LengthEstimate
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 
@@ -27,6 +28,8 @@ class RoutingRequest(NamedTuple):
     """Requests of one session should share an engine; empty for none."""
     slo: Slo | None = None
     """Limits of the time to first token and per output token; None for none."""
+    length_estimate: LengthEstimate = UNKNOWN_LENGTH
+    """Prediction of the tokens to generate, from which `num_output_tokens` follows."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class OngoingRequest:
     """Tokens generated so far; 0 before the prefill has ended."""
     first_token_time: float = 0.0
     """Time of the first token in seconds, on the clock of `EngineSnapshot.time`."""
+    length_estimate: LengthEstimate = field(default=UNKNOWN_LENGTH, compare=False, repr=False)
+    """Prediction of the tokens that it generates on the engine."""
 
 
 class EngineSnapshot(NamedTuple):

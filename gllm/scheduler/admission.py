@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.output_lengths import OutputLengthPredictor, OutputLengths
+from gllm.scheduler.output_lengths import LimitLengthPredictor, OutputLengths
 from gllm.scheduler.sequence import Sequence
 
 HORIZON_TOKENS = 32
@@ -41,7 +41,7 @@ class AdmissionController:
         kv_cache: KVCacheManager,
         output_lengths: OutputLengths | None = None,
     ) -> None:
-        self.output_lengths = OutputLengthPredictor(config.expected_output_tokens, output_lengths)
+        self.output_lengths = LimitLengthPredictor(config.expected_output_tokens, output_lengths)
         self._expects = config.expected_output_tokens > 0
         self._block_size = config.block_size
         self._kv_cache = kv_cache

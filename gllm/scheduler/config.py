@@ -172,8 +172,9 @@ class SchedulerConfig:
     prefill_batch_tokens: int | None = option(
         None,
         "prompt tokens per micro-batch; distserve (L_m, default 512) and splitwise (default 2048): "
-        "maximum for several prompts, a longer one runs alone; tetri: chunk size (default 512)",
-        ge=1,
+        "maximum for several prompts, a longer one runs alone; tetri: chunk size (default 512). 0: "
+        "as many as saturate the stages by their measured step times",
+        ge=0,
         le=INT32_MAX,
     )
     kv_admission: str = option(
@@ -343,6 +344,7 @@ class SchedulerConfig:
             or _default_batched_tokens(policy)
             or self.max_prefill_tokens + 512
         )
+        is_measured = self.prefill_batch_tokens == 0 and policy in PREFILL_BATCH_TOKENS
         prefill_batch_tokens = self.prefill_batch_tokens or PREFILL_BATCH_TOKENS.get(
             policy, max_num_batched_tokens
         )
@@ -354,7 +356,7 @@ class SchedulerConfig:
             lanes=str(self.count_lanes(stages, has_tcp_edges, num_ranks)),
             max_in_flight=self.max_in_flight or max_in_flight,
             max_num_batched_tokens=max_num_batched_tokens,
-            prefill_batch_tokens=prefill_batch_tokens,
+            prefill_batch_tokens=0 if is_measured else prefill_batch_tokens,
             stages=stages,
             num_blocks=num_blocks,
             max_model_len=max_model_len,

@@ -227,6 +227,8 @@ class SchedulerStats(NamedTuple):
     """Tokens of sequences resumed with earlier output that were found in the prefix cache."""
     resumed_computed_tokens: int = 0
     """Tokens of such sequences that were computed again."""
+    prefill_batch_tokens: int = 0
+    """Prompt tokens per micro-batch that the policy aims at; no counter."""
 
     @property
     def num_decoded_tokens(self) -> int:

@@ -70,6 +70,10 @@ class SchedulingPolicy(Protocol):
     def curve_fit(self) -> OnlineStepCurveFit | None:
         """Step time by tokens that the policy fits; None if it fits none."""
 
+    @property
+    def prefill_batch_tokens(self) -> int:
+        """Prompt tokens per micro-batch that the policy aims at; 0 if it has no such number."""
+
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
         """Return the rows of the next micro-batch, which may mix both phases.
 
@@ -133,6 +137,11 @@ class TokenBudgetPolicy:
     learns_step_times = False
     curve_fit: OnlineStepCurveFit | None = None
     admission: type[AdmissionController] = AdmissionController
+
+    @property
+    def prefill_batch_tokens(self) -> int:
+        """Prompt tokens per micro-batch that the policy aims at; 0 if it has no such number."""
+        return 0
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
         """Return rows of decodes, then of prefill within the remaining budget."""

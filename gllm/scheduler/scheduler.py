@@ -67,7 +67,7 @@ class Scheduler:
         assert config.max_in_flight is not None
         self.config = config
         self.kv_cache = KVCacheManager(config)
-        policy = policy or create_policy(config)
+        policy = self._policy = policy or create_policy(config)
         self._has_lanes = config.num_lanes > 1
         self._is_mixed = not self._has_lanes
         """Micro-batches have decodes and prefill."""
@@ -311,6 +311,7 @@ class Scheduler:
             in_flight_prefill_tokens=self._in_flight.num_prefill_tokens,
             state_slots=0 if states is None else states.num_slots,
             used_state_slots=0 if states is None else states.num_used_slots,
+            prefill_batch_tokens=self._policy.prefill_batch_tokens,
             **vars(self._counters)
             | {"accepted_per_position": tuple(self._counters.accepted_per_position)},
         )

@@ -43,6 +43,11 @@ from gllm.sim.options import (
     table_model,
 )
 from gllm.sim.workloads.classes import parse_shares
+from gllm.sim.workloads.length_predictions import (
+    NoisyLengthPredictor,
+    OracleLengthPredictor,
+    make_simulated_predictor,
+)
 from gllm.sim.workloads.requests import WorkloadRequest, longest_job
 
 
@@ -78,19 +83,19 @@ def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[Workloa
         # Other models than those with learned positions compute beyond their context.
         check_request_lengths(config, longest)
     deployment = build_deployment(config, longest)
-    if config.length_prediction is not None:
+    if config.length_predictor is not None:
         _check_prediction(config, deployment)
     return deployment, jobs
 
 
 def _check_prediction(config: SimulationConfig, deployment: Deployment) -> None:
     """Raise ValueError if nothing reads the predicted output lengths of the requests."""
-    is_routed = config.engines > 1 and config.routing_policy == "predict"
+    is_routed = config.engines > 1 and config.routing_policy in ("predict", "aladdin")
     if not is_routed and deployment.scheduler.kv_admission not in RESERVING_ADMISSIONS:
         raise ValueError(
-            f"--length-prediction {config.length_prediction} would change nothing: choose "
+            f"--length-predictor {config.length_predictor} would change nothing: choose "
             f"--kv-admission {' or '.join(RESERVING_ADMISSIONS)}, or several --engines with "
-            "--routing-policy predict"
+            "--routing-policy predict or aladdin"
         )
 
 
@@ -199,7 +204,13 @@ def _simulate_engines(
     check: Callable[[], None] | None = None,
 ) -> ClusterRun:
     names = [f"engine-{index}" for index in range(config.engines)]
-    router = make_router(config.routing_policy, config.seed)
+    lengths = None
+    if config.length_predictor is not None:
+        lengths = make_simulated_predictor(jobs, config.length_predictor, config.seed)
+        if isinstance(lengths, OracleLengthPredictor | NoisyLengthPredictor):
+            # The requests carry its predictions, which schedulers read too.
+            lengths = None
+    router = make_router(config.routing_policy, config.seed, lengths)
     return simulate_cluster(dict.fromkeys(names, deployment), jobs, router, (), open_log, check)
 
 

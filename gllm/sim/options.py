@@ -22,7 +22,7 @@ from gllm.sim.profiled import (
     profiled_deployment,
 )
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
-from gllm.sim.workloads.length_predictions import predict_lengths
+from gllm.sim.workloads.length_predictions import SIMULATED_HELP, predict_lengths
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
@@ -127,12 +127,12 @@ class SimulationConfig:
     slo_classes: str | None = option(
         None, "shares of the requests in each SLO class, such as chat:0.7,batch:0.3"
     )
-    length_prediction: str | None = option(
+    length_predictor: str | None = option(
         None,
-        "predicted output length of each request, for --routing-policy predict and --kv-admission "
-        "reserve-static and reserve-dynamic: oracle; noisy:ACCURACY, the right one of TetriInfer's "
-        "bins with this probability; by-prompt, from outputs after prompts of similar length; "
-        "default: as in production, from outputs of requests with a similar limit",
+        "predicted output length of each request, for --routing-policy predict and aladdin, and "
+        f"--kv-admission reserve-static and reserve-dynamic: {SIMULATED_HELP}; default: that of "
+        "the policy in production",
+        flags=("--length-predictor", "--length-prediction"),
     )
     seed: int = option(
         0, "seed of lengths, arrivals, classes and predictions", ge=0, le=2**63 - 1, is_common=True
@@ -187,7 +187,7 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
         config: The options.
 
     Raises:
-        ValueError: The workload, the arrivals or the length prediction are unknown, or the shares
+        ValueError: The workload, the arrivals or the length predictor are unknown, or the shares
             of classes are invalid.
     """
     if config.time_scale != SimulationConfig.time_scale and config.arrivals != "replay":
@@ -207,8 +207,8 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
         scale_request(request, config.length_scale, config.max_request_tokens)
         for request in requests
     ]
-    if config.length_prediction is not None:
-        requests = predict_lengths(requests, config.length_prediction, config.seed)
+    if config.length_predictor is not None:
+        requests = predict_lengths(requests, config.length_predictor, config.seed)
     return assign_classes(
         requests,
         parse_priorities(config.priorities) if config.priorities else None,

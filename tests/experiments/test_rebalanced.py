@@ -14,7 +14,9 @@ from experiments.rebalanced_cluster import (
 )
 from gllm.routing.placement import LatencyModel, PlacementRules
 from gllm.routing.policies.aladdin import AladdinPolicy
+from gllm.scheduler.output_lengths import PromptLengthPredictor
 from gllm.sim.cluster.cluster import SimulatedCluster
+from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment
 
@@ -32,10 +34,12 @@ def jobs_of(seed: int) -> list[WorkloadRequest]:
 def rebalanced(jobs: Sequence[WorkloadRequest]) -> RebalancedRun:
     rules = PlacementRules(constraints=frozenset("e"))
     policy = AladdinPolicy(Random(0), rules, MODEL)
+    lengths = PromptLengthPredictor()
     for _ in range(50):
-        policy.on_finished(12, PREDICTED)
+        lengths.record(12, PREDICTED)
     engines = {name: make_deployment() for name in "abc"}
-    return simulate_rebalanced(engines, jobs, policy, rules, MODEL)
+    router = PolicyRouter(policy, rules.slo, lengths)
+    return simulate_rebalanced(engines, jobs, router, rules, MODEL)
 
 
 def test_a_moved_request_is_served_once_by_its_last_engine() -> None:

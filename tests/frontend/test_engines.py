@@ -76,7 +76,7 @@ class ScriptedFleet:
 
     def totals(self) -> RouterTotals:
         counts = (4, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
-        return RouterTotals("predict", *counts, "", "", False, {})
+        return RouterTotals("predict", *counts, "", "", False, {}, "by-prompt", [])
 
     def drain_engine(self, name: str, migrates: bool, is_scaling: bool = False) -> int:
         if name not in ("a", "b"):

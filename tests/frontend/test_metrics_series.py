@@ -3,6 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from gllm.messages.kv_transfer import KvTransferTotals
+from gllm.routing.lengths.accuracy import BUCKET_NAMES, LengthAccuracy
 from gllm.scheduler.plan import SchedulerStats
 
 
@@ -107,3 +108,27 @@ async def test_engines_count_the_blocks_that_they_fetch(server):
     assert outcomes == {"complete": 3, "failed": 1}
     server.engine.kv_transfers = None
     assert not any(name.startswith("gllm:kv_fetch") for name, *_ in await series(server))
+
+
+async def test_the_accuracy_of_predicted_lengths_is_shown_per_bucket(server):
+    names = {name for name, *_ in await series(server)}
+    assert not any("length_predict" in name for name in names)
+    accuracy = LengthAccuracy()
+    for predicted, actual in ((20, 30), (20, 40), (90, 30), (25, 17)):
+        accuracy.record(predicted, actual)
+    server.engine.length_predictor, server.engine.output_lengths = "nearest", accuracy.rows()
+    found = await series(server)
+    counts = {
+        (dict(labels)["bucket"], dict(labels)["result"]): value
+        for (name, *labels), value in found.items()
+        if name == "gllm:length_predictions_total"
+    }
+    assert {key: value for key, value in counts.items() if value} == {
+        ("17-32", "right"): 2,
+        ("17-32", "long"): 1,
+        ("33-64", "short"): 1,
+    }
+    # Every series is there from the start.
+    assert len(counts) == 3 * len(BUCKET_NAMES)
+    (info,) = [labels for name, *labels in found if name == "gllm:length_predictor_info"]
+    assert dict(info)["predictor"] == "nearest"

@@ -65,7 +65,10 @@ def test_progress_is_followed_until_the_end_an_abort_or_the_loss_of_the_engine()
     assert ongoing(rig, policy) == {"b": [(5, 0)]}
     b.answer(b.requests[0], 13, reason="length")
     assert ongoing(rig, policy) == {"b": []}
-    assert policy.output_lengths.predict(3) == 3
+    # The prompt had three tokens, and the output as many.
+    assert rig.fleet.totals().length_predictor == "by-prompt"
+    rig.submit(4, 5, 6)
+    assert b.requests[-1].predicted_output_tokens == 3
 
 
 def test_other_policies_follow_no_requests() -> None:

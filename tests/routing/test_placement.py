@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from experiments.rebalancing import PredictionError, line_distance, rebalance
 from gllm.options.slo import Slo
 from gllm.routing.ongoing import OngoingRequests
-from gllm.routing.output_by_prompt import PromptLengthPredictor
 from gllm.routing.placement import (
     LatencyModel,
     PlacedRequest,
@@ -22,6 +21,7 @@ from gllm.routing.placement import (
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
+from gllm.scheduler.output_lengths import FixedEstimate, PromptLengthPredictor
 from gllm.scheduler.step_cost import StepCostCoefficients
 from gllm.sim.workloads.traces import TRACES, load_trace
 from tests.support.examples import num_examples
@@ -251,7 +251,7 @@ def test_rebalancing_moves_from_the_largest_error_to_the_smallest() -> None:
 
 def test_policy_packs_by_its_own_model() -> None:
     policy = AladdinPolicy(Random(0), PlacementRules(theta=0.5), MODEL)
-    for _ in range(50):
-        policy.on_finished(100, 20)
-    engines = [snapshot("a"), snapshot("b", OngoingRequest(100, 10, -0.2))]
-    assert policy.choose(RoutingRequest(100, slo=SLO), engines) == "b"
+    short = FixedEstimate(20)
+    engines = [snapshot("a"), snapshot("b", OngoingRequest(100, 10, -0.2, short))]
+    request = RoutingRequest(100, slo=SLO, length_estimate=short)
+    assert policy.choose(request, engines) == "b"

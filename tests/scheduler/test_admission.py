@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.preemption import LOADS, run_load
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.output_lengths import LimitLengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_traps import prompt
 from tests.support.scheduler.pipeline import Pipeline
@@ -91,7 +91,7 @@ def test_a_scored_prompt_reads_after_preemption_what_it_has_scored(stages: int) 
 
 
 def test_expected_lengths_follow_what_has_ended() -> None:
-    lengths = OutputLengthPredictor(256)
+    lengths = LimitLengthPredictor(256)
     assert [lengths.predict(1000, n) for n in (0, 255, 256, 600)] == [256, 256, 512, 1000]
     assert lengths.predict(100, 0) == 100
     for length in (10, 20, 60):
@@ -101,7 +101,7 @@ def test_expected_lengths_follow_what_has_ended() -> None:
 
 
 def test_old_lengths_are_forgotten() -> None:
-    lengths = OutputLengthPredictor(256)
+    lengths = LimitLengthPredictor(256)
     for _ in range(64):
         lengths.record(1000, 900)
     for _ in range(64):
@@ -111,11 +111,11 @@ def test_old_lengths_are_forgotten() -> None:
 
 
 def test_a_predictor_goes_on_where_an_earlier_one_ended() -> None:
-    earlier = OutputLengthPredictor(256)
+    earlier = LimitLengthPredictor(256)
     for number in range(100):
         earlier.record(1000, number)
         earlier.record(50, 7)
-    later = OutputLengthPredictor(256, earlier.recent_lengths)
+    later = LimitLengthPredictor(256, earlier.recent_lengths)
     for lengths in (earlier, later):
         lengths.record(1000, 5000)
     cases = [(max_tokens, n) for max_tokens in (10, 50, 1000) for n in (0, 5, 60, 99, 6000)]

@@ -285,7 +285,7 @@ def test_a_profile_predicts_and_is_compared(
 def test_schedulers_and_routers_read_predicted_lengths(
     predictor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [*SMALL, "--workload", "sharegpt-like", "--length-prediction", predictor]
+    flags = [*SMALL, "--workload", "sharegpt-like", "--length-predictor", predictor]
     log = tmp_path / "steps.jsonl"
     reserving = [*flags, "--kv-admission", "reserve-dynamic", "--step-log", str(log)]
     assert main(reserving) == 0
@@ -332,11 +332,11 @@ def test_schedulers_and_routers_read_predicted_lengths(
         (["--slo-limits", "b:1:"], "'b' is no class of --slo-classes"),
         (["--slo-classes", "chat"], "--slo-classes chat: 'chat' has to be NAME:SHARE"),
         (["--capacity", "sustained", "--arrivals", "static"], "--capacity needs arrivals"),
-        (["--length-prediction", "mean"], "choose oracle, noisy:ACCURACY"),
-        (["--length-prediction", "noisy"], "choose oracle, noisy:ACCURACY"),
-        (["--length-prediction", "noisy:1.1"], "accuracy has to be a number in [0, 1]"),
-        (["--length-prediction", "noisy:x"], "accuracy has to be a number in [0, 1]"),
-        (["--length-prediction", "oracle"], "would change nothing: choose --kv-admission"),
+        (["--length-predictor", "mean"], "choose oracle, noisy:ACCURACY"),
+        (["--length-predictor", "noisy"], "choose oracle, noisy:ACCURACY"),
+        (["--length-predictor", "noisy:1.1"], "accuracy has to be a number in [0, 1]"),
+        (["--length-predictor", "noisy:x"], "accuracy has to be a number in [0, 1]"),
+        (["--length-predictor", "oracle"], "would change nothing: choose --kv-admission"),
         (["--config", "/nowhere.json"], "cannot be read"),
         (["--workload", "file:/nowhere.csv"], "workload file:/nowhere.csv: cannot be read: No"),
         (["--pp", "65"], "choose 1 to 48 (pipeline_parallel_size)"),

@@ -18,6 +18,7 @@ from gllm.plan.best_first import SearchBudget
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy
+from gllm.scheduler.output_lengths import PromptLengthPredictor
 from gllm.sim.capacity import SearchEndedError
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
@@ -92,25 +93,26 @@ class FleetCase:
         return cut_requests(jobs, self.max_request_tokens)
 
     def router(self) -> PolicyRouter:
-        """Return a new router with the routing policy."""
+        """Return a new router with the routing policy; `aladdin` knows earlier requests."""
         if self.policy != "aladdin":
             return PolicyRouter(make_policy(self.policy, Random(self.seed)), self.slo)
-        return PolicyRouter(self.best_fit(), self.slo)
+        policy = AladdinPolicy(Random(self.seed), self.rules, self.worker.latency)
+        return PolicyRouter(policy, self.slo, self.trained_lengths())
 
     @property
     def rules(self) -> PlacementRules:
         """Constraints of the policy `aladdin`."""
         return PlacementRules(self.slo, self.theta, constraints=self.constraints)
 
-    def best_fit(self) -> AladdinPolicy:
-        """Return a new policy `aladdin` whose length predictor is trained on earlier requests."""
-        policy = AladdinPolicy(Random(self.seed), self.rules, self.worker.latency)
+    def trained_lengths(self) -> PromptLengthPredictor:
+        """Return a new length predictor that is trained on earlier requests."""
+        lengths = PromptLengthPredictor()
         history = make_workload(
             self.workload, NUM_HISTORY, self.rate, seed=self.seed + HISTORY_SEED
         )
         for job in history:
-            policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
-        return policy
+            lengths.record(job.num_prompt_tokens, job.num_output_tokens)
+        return lengths
 
 
 class FleetOutcome(NamedTuple):

@@ -17,7 +17,6 @@ from random import Random
 from typing import NamedTuple
 
 from gllm.options.slo import NO_SLO
-from gllm.routing.output_by_prompt import PromptLengthPredictor
 from gllm.routing.placement import (
     LatencyModel,
     PlacedRequest,
@@ -168,6 +167,7 @@ class AladdinPolicy(RoutingPolicy):
     uses_statistics = False
     uses_step_costs = True
     uses_ongoing = True
+    length_predictor = "by-prompt"
 
     def __init__(
         self,
@@ -177,7 +177,6 @@ class AladdinPolicy(RoutingPolicy):
         groups: SchedulingGroups | None = None,
     ) -> None:
         super().__init__(rng)
-        self.output_lengths = PromptLengthPredictor()
         self._rules = rules or PlacementRules()
         self._model = model
         self._groups = groups or SchedulingGroups()
@@ -188,7 +187,7 @@ class AladdinPolicy(RoutingPolicy):
             return None
         rules = replace(self._rules, slo=request.slo or NO_SLO)
         length = request.num_prompt_tokens
-        placed = PlacedRequest(length, self.output_lengths.predict(length))
+        placed = PlacedRequest(length, request.length_estimate.expected())
         models = self._models(length, engines)
         self._groups.on_request(len(engines), engines[0].time)
         least: list[_Worker] = []
@@ -201,10 +200,6 @@ class AladdinPolicy(RoutingPolicy):
                     return worker.engine.name
             least.append(workers[-1])
         return min(least, key=lambda worker: worker.load).engine.name
-
-    def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record the length of an output, which predicts later ones."""
-        self.output_lengths.record(num_prompt_tokens, num_output_tokens)
 
     def _models(self, length: int, engines: Sequence[EngineSnapshot]) -> list[LatencyModel]:
         """Return the latency model of each engine; one that has none gets a typical one."""
@@ -223,9 +218,9 @@ class AladdinPolicy(RoutingPolicy):
         self, engine: EngineSnapshot, model: LatencyModel, rules: PlacementRules
     ) -> "_Worker":
         """Return an engine with its load; a weight below 1 scales its limits."""
-        gamma, predict = rules.gamma, self.output_lengths.predict
+        gamma = rules.gamma
         expected = [
-            predict(request.num_prompt_tokens, request.num_output_tokens)
+            request.length_estimate.expected(request.num_output_tokens)
             for request in engine.ongoing
         ]
         context = sum(

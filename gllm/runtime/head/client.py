@@ -14,11 +14,13 @@ import msgspec
 from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.routing.lengths.accuracy import MeasuredLengthPredictor
+from gllm.routing.lengths.registry import make_length_predictor
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
 from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver_outputs
 from gllm.runtime.head.suspects import SuspectTracker
-from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.output_lengths import LengthQuery, LimitLengthPredictor
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 
@@ -33,10 +35,29 @@ class EngineClient(RequestClient):
 
     While no scheduler runs, as during a recovery, the requests wait. The next scheduler gets them
     with the tokens that were generated so far.
+
+    Args:
+        clock: returns the time in seconds; None for time.monotonic.
+        length_predictor: name or file of the predictor of output lengths whose predictions requests
+            carry to the scheduler, unless a router has predicted them; None: the scheduler predicts
+            them itself.
+
+    Raises:
+        ValueError: there is no such predictor, or its file cannot be used.
     """
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        length_predictor: str | None = None,
+    ) -> None:
         super().__init__(clock)
+        self.output_lengths: MeasuredLengthPredictor | None = None
+        """Predictor of output lengths with its accuracy; None if the scheduler predicts them."""
+        if length_predictor is not None:
+            self.output_lengths = MeasuredLengthPredictor(
+                length_predictor, make_length_predictor(length_predictor)
+            )
         self.step_sizes: Counter[int] = Counter()
         """Number of micro-batches by their tokens, rounded up to a power of two."""
         self.coefficients: StepCostCoefficients | None = None
@@ -161,6 +182,18 @@ class EngineClient(RequestClient):
         self._submit(stream, send, self._choices)
         return stream
 
+    def submit_entry(self, entry: JournalEntry, request_id: str = "") -> RequestStream:
+        """Send a request with its predicted output length; see RequestClient."""
+        if self.output_lengths is not None and not entry.predicted_output_tokens:
+            query = LengthQuery(len(entry.prompt), entry.max_tokens, entry.prompt)
+            entry.length_estimate = self.output_lengths.estimate(query)
+            if entry.length_estimate.is_known:
+                # Counted from the prompt; an engine may continue what another one began.
+                num_generated = min(map(len, entry.outputs.values()))
+                predicted = entry.length_estimate.likely(num_generated)
+                entry.predicted_output_tokens = max(1, round(predicted))
+        return super().submit_entry(entry, request_id)
+
     def on_report(
         self, message: EngineOutputs | StageUtilization | BubbleReport | StepCostReport
     ) -> None:
@@ -251,6 +284,8 @@ class EngineClient(RequestClient):
                 entry = target.stream.entry
                 length = len(entry.outputs[target.choice])
                 self.totals.output_lengths.record(entry.max_tokens, length)
+                if entry.length_estimate is not None:
+                    entry.length_estimate.record(length)
         if self._suspects.has_deaths:
             self._clear_suspects(message.outcome.seqs)
         for stream, choice, _ in ended:
@@ -277,7 +312,7 @@ class ReportTotals:
         self._past_ranks: dict[tuple[int, int], StageUtilization] = {}
         self._bubbles = BubbleReport()
         self._past_bubbles = BubbleReport()
-        self.output_lengths = OutputLengthPredictor(prior=0)
+        self.output_lengths = LimitLengthPredictor(prior=0)
         """Lengths of the last outputs by class, with which the next scheduler begins."""
 
     @property

@@ -15,6 +15,7 @@ from gllm.messages.handoff import KvSource
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.slo import Slo
+from gllm.scheduler.output_lengths import LengthEstimate
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,8 @@ class JournalEntry:
     """As in SubmitRequest; for the next submission only, because a ticket is used once."""
     predicted_output_tokens: int = 0
     """As in SubmitRequest."""
+    length_estimate: LengthEstimate | None = None
+    """Predicted length of each output; None before the first prediction."""
     reports_first_chunk: bool = False
     """As in SubmitRequest."""
     alive: set[int] = field(init=False)

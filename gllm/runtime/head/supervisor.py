@@ -126,7 +126,7 @@ class Supervisor:
         """
         self.config = config
         self.planner = planner
-        self.client = EngineClient()
+        self.client = EngineClient(length_predictor=config.length_predictor)
         self.cause = ""
         """Reason for which the engine is dead."""
         self.died = asyncio.Event()

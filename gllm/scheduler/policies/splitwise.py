@@ -35,7 +35,7 @@ class SplitwisePolicy(CappedPromptPolicy):
 
     def prefill_budget(self, load: SchedulerLoad) -> float:
         """Return the limit of several prompts, less the decodes that precede them."""
-        self._prompt_budget = max(1, self._max_tokens - load.num_scheduled_decodes)
+        self._prompt_budget = max(1, self.prefill_batch_tokens - load.num_scheduled_decodes)
         return self._prompt_budget
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
@@ -53,7 +53,7 @@ class SplitwisePolicy(CappedPromptPolicy):
         prefill = batch.schedule_prefills(rows, cost, now)
         max_tokens -= count_tokens(rows)
         if prefill:
-            limit = min(self._max_tokens - count_tokens(rows), max_tokens)
+            limit = min(self.prefill_batch_tokens - count_tokens(rows), max_tokens)
             max_tokens = max(0, limit - count_tokens(prefill))
         late, _ = batch.schedule_ready(others, budget - cost, max_tokens)
         if prefill:

@@ -6,7 +6,9 @@ and cut into chunks of ChunkSize tokens, at which a prefill instance saturates.
 """
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policy import PrefillLeads, SarathiPolicy
+from gllm.scheduler.policy import PrefillLeads, SarathiPolicy, SchedulerLoad
+from gllm.scheduler.prefill_size import PrefillBatchSize
+from gllm.scheduler.stage_work import StageWork
 
 
 class TetriPolicy(PrefillLeads, SarathiPolicy):
@@ -18,5 +20,18 @@ class TetriPolicy(PrefillLeads, SarathiPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        assert config.prefill_batch_tokens is not None
-        self._budget = config.prefill_batch_tokens
+        self._size = PrefillBatchSize(config)
+        self.learns_step_times = self._size.is_measured
+
+    @property
+    def prefill_batch_tokens(self) -> int:
+        """Number of tokens of a prefill batch (ChunkSize in the paper)."""
+        return self._size.num_tokens
+
+    def prefill_budget(self, load: SchedulerLoad) -> float:
+        """Return the number of tokens of a prefill batch."""
+        return self._size.num_tokens
+
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Learn how many tokens saturate the stages, unless the number is configured."""
+        self._size.observe_step(work, seconds)

@@ -7,7 +7,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.policy import PrefillLeads, SarathiPolicy, SchedulerLoad
+from gllm.scheduler.prefill_size import PrefillBatchSize
 from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.stage_work import StageWork
 
 WATERMARK = 0.01
 """Share of the KV blocks that an admission leaves free, as in vLLM and Vidur."""
@@ -86,14 +88,23 @@ class CappedPromptPolicy(WholePromptPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        assert config.prefill_batch_tokens is not None
-        self._max_tokens = config.prefill_batch_tokens
-        self._prompt_budget: float = self._max_tokens
+        self._size = PrefillBatchSize(config)
+        self.learns_step_times = self._size.is_measured
+        self._prompt_budget: float = self._size.num_tokens
         """Prefill budget of the present micro-batch."""
+
+    @property
+    def prefill_batch_tokens(self) -> int:
+        """Most tokens of several prompts in one micro-batch."""
+        return self._size.num_tokens
+
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Learn how many tokens saturate the stages, unless the number is configured."""
+        self._size.observe_step(work, seconds)
 
     def prefill_budget(self, load: SchedulerLoad) -> float:
         """Return the limit of several prompts."""
-        self._prompt_budget = self._max_tokens
+        self._prompt_budget = self._size.num_tokens
         return self._prompt_budget
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:

@@ -20,6 +20,7 @@ from gllm.routing.disaggregation.policy import (
 )
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import KvFetch
+from gllm.scheduler.output_lengths import LengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import (
     ClusterChange,
@@ -41,14 +42,12 @@ from gllm.sim.cluster.router import ClusterRouter, RouterNeeds, make_router
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT, EventLoop
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
+from gllm.sim.workloads.length_predictions import OracleLengthPredictor, make_query
 from gllm.sim.workloads.requests import WorkloadRequest
 
 TransferSeconds = Callable[[int], float]
 """Returns the part of a KV transfer's time in seconds that does not overlap with computation, by
 number of prompt tokens."""
-
-LengthPredictor = Callable[[int], int]
-"""Returns the predicted number of output tokens, at least 1, by the true one."""
 
 
 class PairRouter(ClusterRouter):
@@ -56,15 +55,14 @@ class PairRouter(ClusterRouter):
 
     Args:
         policy: Policy that chooses a prefill and a decode engine; must be new.
-        predict_length: Returns the predicted number of output tokens from the true one; default:
-            the true one.
+        lengths: Predictor of output lengths; must be new. None: the true ones.
     """
 
     needs = RouterNeeds(statistics=True)
 
-    def __init__(self, policy: PairPolicy, predict_length: LengthPredictor | None = None) -> None:
+    def __init__(self, policy: PairPolicy, lengths: LengthPredictor | None = None) -> None:
         self._policy = policy
-        self._predict_length = predict_length or (lambda num_tokens: num_tokens)
+        self._lengths = lengths or OracleLengthPredictor()
         self._pairs: dict[int, EnginePair] = {}
         self.decode_choice = policy.decode_choice
 
@@ -114,11 +112,14 @@ class PairRouter(ClusterRouter):
 
     def predict_output_tokens(self, request: SchedulerRequest) -> int:
         """Return the predicted output length of a request, counted from its prompt."""
-        return max(1, self._predict_length(request.max_tokens))
+        estimate = self._lengths.estimate(make_query(request, self._lengths))
+        return max(1, round(estimate.likely()))
 
     def _describe(self, request: SchedulerRequest) -> PairRequest:
         num_known = len(request.outputs[0]) if request.outputs else 0
-        predicted = self._predict_length(max(1, request.max_tokens - num_known))
+        # What is generated already is part of the prompt.
+        rest = request._replace(max_tokens=max(1, request.max_tokens - num_known))
+        predicted = self.predict_output_tokens(rest)
         return PairRequest(request.seq, len(request.prompt_token_ids) + num_known, predicted)
 
 
@@ -428,7 +429,7 @@ def simulate_pairs(
     network: KvNetwork,
     changes: Iterable[ClusterChange] = (),
     link_failures: Iterable[LinkFailure] = (),
-    predict_length: LengthPredictor | None = None,
+    lengths: LengthPredictor | None = None,
     check: Callable[[], None] | None = None,
 ) -> PairedRun:
     """Simulate a workload on a cluster with separate prefill and decode engines.
@@ -442,8 +443,7 @@ def simulate_pairs(
         network: Network links that carry KV cache between the engines; must be new.
         changes: Scheduled crashes, drains and starts of engines.
         link_failures: Scheduled failures of the network path between two engines.
-        predict_length: Returns the predicted number of output tokens from the true one; default:
-            the true one.
+        lengths: Predictor of output lengths; must be new. None: the true ones.
         check: Called now and then; an error that it raises ends the simulation.
 
     Raises:
@@ -457,7 +457,7 @@ def simulate_pairs(
             f"{', '.join(deployments)}: name one of these"
         )
     loop = EventLoop(check=check)
-    cluster = PairedCluster(PairRouter(policy, predict_length), network, loop)
+    cluster = PairedCluster(PairRouter(policy, lengths), network, loop)
     for name, deployment in deployments.items():
         links = network.pipeline_links(name, loop)
         cluster.add_engine(name, deployment, links=links, role=roles.get(name, "mixed"))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
+from gllm.scheduler.output_lengths import UNKNOWN_LENGTH, LengthEstimate
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.metrics.run_record import ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -29,6 +30,8 @@ class ClusterRequest:
     engine; 0 if the next engine also decodes."""
     kv_source_tokens: int = 0
     """Number of tokens whose KV cache the next engine fetches from another one; 0 for none."""
+    length_estimate: LengthEstimate = UNKNOWN_LENGTH
+    """The router's prediction of the whole output."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -10,14 +10,21 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from gllm.options.slo import Slo
+from gllm.routing.lengths.registry import BY_MAX_TOKENS, make_length_predictor
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.state import RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.output_lengths import (
+    FixedEstimate,
+    LengthEstimate,
+    LengthPredictor,
+    LimitLengthPredictor,
+)
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.requests import ClusterRequest
+from gllm.sim.workloads.length_predictions import make_query
 
 if TYPE_CHECKING:
     from gllm.sim.cluster.engine import ClusterEngine
@@ -107,11 +114,18 @@ class PolicyRouter(ClusterRouter):
     Args:
         policy: Routing policy; must be new.
         slo: Latency limits (TTFT, TPOT) attached to all requests; None: no limits.
+        lengths: New predictor of output lengths; None: the length that a request carries, or if it
+            carries none, the policy's predictor as in production.
     """
 
     lets_wait = False
 
-    def __init__(self, policy: RoutingPolicy, slo: Slo | None = None) -> None:
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        slo: Slo | None = None,
+        lengths: LengthPredictor | None = None,
+    ) -> None:
         self.needs = RouterNeeds(
             policy.uses_statistics,
             policy.uses_step_costs,
@@ -122,7 +136,11 @@ class PolicyRouter(ClusterRouter):
         self.reads_engines = self.needs.all_work
         self._policy = policy
         self._slo = slo
-        self._output_lengths: OutputLengthPredictor | None = None
+        self._output_lengths = lengths
+        self._believes_requests = lengths is None
+        """True if a request that carries a predicted length is believed to have it."""
+        self._estimates: dict[int, LengthEstimate] = {}
+        """Estimates of the unfinished requests, by sequence id of the workload."""
         self._finished: list[tuple[float, SchedulerRequest]] = []
         """Times and requests that have finished since the last choice, engine by engine."""
 
@@ -152,32 +170,47 @@ class PolicyRouter(ClusterRouter):
         self._finished.sort(key=itemgetter(0))
         for _, request in self._finished:
             # Simulated outputs have their maximum length.
-            if self._output_lengths is not None:
-                self._output_lengths.record(request.max_tokens, request.max_tokens)
-            self._policy.on_finished(len(request.prompt_token_ids), request.max_tokens)
+            self._estimates.pop(request.seq).record(request.max_tokens)
         self._finished.clear()
 
     def _describe(self, routed: ClusterRequest, config: SchedulerConfig) -> RoutingRequest:
         request = routed.request
-        if self._output_lengths is None:
-            self._output_lengths = OutputLengthPredictor(config.expected_output_tokens)
+        estimate = routed.length_estimate = self._estimate(request, config)
         output = request.outputs[0] if request.outputs else []
         hashes: Sequence[bytes] = ()
         if self.needs.prefixes:
             tokens = request.initial_token_ids(request.seq)
             hashes = PromptBlockHashes(tokens, config.block_size, request.cache_salt)
-        num_expected = request.predicted_output_tokens or self._output_lengths.predict(
-            request.max_tokens, len(output)
-        )
+        rest = estimate.after(len(output))
         return RoutingRequest(
             len(request.prompt_token_ids) + len(output),
             hashes,
-            max(1, num_expected - len(output)),
+            max(1, round(rest.expected())),
             request.max_tokens,
             request.priority,
             routed.job.session,
             self._slo,
+            rest,
         )
+
+    def _estimate(self, request: SchedulerRequest, config: SchedulerConfig) -> LengthEstimate:
+        """Return the estimate of a request's output length, made at its first choice."""
+        estimate = self._estimates.get(request.seq)
+        if estimate is not None:
+            return estimate
+        if self._output_lengths is None:
+            name = self._policy.length_predictor
+            self._output_lengths = (
+                LimitLengthPredictor(config.expected_output_tokens)
+                if name == BY_MAX_TOKENS
+                else make_length_predictor(name)
+            )
+        if self._believes_requests and request.predicted_output_tokens:
+            estimate = FixedEstimate(request.predicted_output_tokens)
+        else:
+            estimate = self._output_lengths.estimate(make_query(request, self._output_lengths))
+        self._estimates[request.seq] = estimate
+        return estimate
 
 
 class DeferredRouter(ClusterRouter):
@@ -203,14 +236,17 @@ class DeferredRouter(ClusterRouter):
         return min(able, key=lambda engine: engine.num_requests).name if able else None
 
 
-def make_router(name: str, seed: int) -> ClusterRouter:
+def make_router(name: str, seed: int, lengths: LengthPredictor | None = None) -> ClusterRouter:
     """Return a new simulated router by the name of its routing policy.
 
     Args:
         name: A routing policy of production, or "deferred" for a central queue (ROUTER_NAMES).
         seed: Seed of the policy's random choices.
+        lengths: New predictor of output lengths, as for PolicyRouter.
 
     Raises:
         ValueError: There is no such router.
     """
-    return DeferredRouter() if name == DEFERRED else PolicyRouter(make_policy(name, Random(seed)))
+    if name == DEFERRED:
+        return DeferredRouter()
+    return PolicyRouter(make_policy(name, Random(seed)), lengths=lengths)

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.placement import MODEL, LoadedFleet
 from gllm.options.slo import NO_SLO, Slo
-from gllm.routing.output_by_prompt import MIN_BUCKET_REQUESTS, PromptLengthPredictor
 from gllm.routing.placement import (
     PlacedRequest,
     PlacementRules,
@@ -17,15 +16,22 @@ from gllm.routing.placement import (
 )
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
-from gllm.scheduler.output_lengths import OutputHistory
+from gllm.scheduler.output_lengths import (
+    MIN_BUCKET_REQUESTS,
+    LengthQuery,
+    OutputHistory,
+    PromptLengthPredictor,
+)
 from gllm.sim.workloads.requests import make_workload
 from tests.support.routing.best_fit import capacity_norm, place_heartbeat
 from tests.support.work import count_calls
 
 
-def as_workers(policy: AladdinPolicy, engines: list[EngineSnapshot]) -> list[PlacementWorker]:
+def as_workers(
+    lengths: PromptLengthPredictor, engines: list[EngineSnapshot]
+) -> list[PlacementWorker]:
     """Engines with all their requests, as `placement` states the constraints of them."""
-    predict = policy.output_lengths.predict
+    predict = lengths.predict
     return [
         PlacementWorker(
             engine.name,
@@ -47,12 +53,15 @@ def as_workers(policy: AladdinPolicy, engines: list[EngineSnapshot]) -> list[Pla
 
 
 def stated_choice(
-    policy: AladdinPolicy, rng: Random, request: RoutingRequest, engines: list[EngineSnapshot]
+    lengths: PromptLengthPredictor,
+    rng: Random,
+    request: RoutingRequest,
+    engines: list[EngineSnapshot],
 ) -> str:
     """The choice by all constraints of every engine, from its requests."""
-    rules, workers = PlacementRules(request.slo or NO_SLO), as_workers(policy, engines)
+    rules, workers = PlacementRules(request.slo or NO_SLO), as_workers(lengths, engines)
     length = request.num_prompt_tokens
-    placed = PlacedRequest(length, policy.output_lengths.predict(length))
+    placed = PlacedRequest(length, lengths.predict(length))
     rng.shuffle(workers)
     workers.sort(key=lambda each: capacity_norm(each, rules), reverse=True)
     return next((each for each in workers if admits(each, placed, rules)), workers[-1]).name
@@ -62,19 +71,21 @@ def stated_choice(
 def test_choices_are_those_of_the_stated_constraints(slo: Slo | None) -> None:
     rng, ties = Random(5), Random(0)
     policy = AladdinPolicy(Random(0), PlacementRules(), MODEL)
-    chosen = Counter[str]()
+    lengths, chosen = PromptLengthPredictor(), Counter[str]()
+
+    def make_ongoing() -> OngoingRequest:
+        num_tokens = rng.randint(1, 1500)
+        return OngoingRequest(
+            num_tokens, rng.choice((0, rng.randint(1, 900))), rng.uniform(60, 99),
+            lengths.estimate(LengthQuery(num_tokens)),
+        )  # fmt: skip
+
     for job in make_workload("sharegpt-like", 150, 4.0, seed=3):
-        policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+        lengths.record(job.num_prompt_tokens, job.num_output_tokens)
         engines = [
             EngineSnapshot(
                 str(index),
-                ongoing=[
-                    OngoingRequest(
-                        rng.randint(1, 1500), rng.choice((0, rng.randint(1, 900))),
-                        rng.uniform(60, 99),
-                    )
-                    for _ in range(rng.randint(0, 12))
-                ],
+                ongoing=[make_ongoing() for _ in range(rng.randint(0, 12))],
                 time=100.0,
                 num_blocks=rng.choice((200, 3750)),
                 max_num_seqs=10,
@@ -82,9 +93,10 @@ def test_choices_are_those_of_the_stated_constraints(slo: Slo | None) -> None:
             )
             for index in range(rng.randint(1, 8))
         ]  # fmt: skip
-        request = RoutingRequest(job.num_prompt_tokens, slo=slo)
+        estimate = lengths.estimate(LengthQuery(job.num_prompt_tokens))
+        request = RoutingRequest(job.num_prompt_tokens, slo=slo, length_estimate=estimate)
         name = policy.choose(request, engines)
-        assert name == stated_choice(policy, ties, request, engines)
+        assert name == stated_choice(lengths, ties, request, engines)
         chosen[name] += 1
     assert len(chosen) >= 6
 
@@ -92,17 +104,21 @@ def test_choices_are_those_of_the_stated_constraints(slo: Slo | None) -> None:
 def test_requests_one_by_one_get_the_engines_of_a_heartbeat() -> None:
     rng, slo, chosen = Random(6), Slo(1.6, 0.075), Counter[str]()
     policy = AladdinPolicy(Random(0), PlacementRules(), MODEL)
-    predict = policy.output_lengths.predict
+    predictor = PromptLengthPredictor()
+
+    def make_ongoing(num_tokens: int, num_generated: int, time: float) -> OngoingRequest:
+        estimate = predictor.estimate(LengthQuery(num_tokens))
+        return OngoingRequest(num_tokens, num_generated, time, estimate)
 
     def open_worker(number: int) -> PlacementWorker:
         raise AssertionError("no engine admits a request")
 
     for job in make_workload("sharegpt-like", 60, 4.0, seed=3):
-        policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+        predictor.record(job.num_prompt_tokens, job.num_output_tokens)
     for _ in range(20):
         ongoing = {
             str(index): [
-                OngoingRequest(rng.randint(1, 1500), rng.randint(50, 300), rng.uniform(85, 99))
+                make_ongoing(rng.randint(1, 1500), rng.randint(50, 300), rng.uniform(85, 99))
                 # The first one is empty, and admits what the others do not.
                 for _ in range(rng.randint(1, 6) if index else 0)
             ]
@@ -112,16 +128,18 @@ def test_requests_one_by_one_get_the_engines_of_a_heartbeat() -> None:
             EngineSnapshot(name, ongoing=requests, time=100.0, num_blocks=3750, max_num_seqs=10)
             for name, requests in ongoing.items()
         ]
-        loaded = as_workers(policy, engines)
+        loaded = as_workers(predictor, engines)
         lengths = sorted((rng.randint(50, 700) for _ in range(6)), reverse=True)
-        requests = [PlacedRequest(length, predict(length)) for length in lengths]
+        requests = [PlacedRequest(length, predictor.predict(length)) for length in lengths]
         placed = place_heartbeat(loaded, reversed(requests), PlacementRules(slo), open_worker)
         for length in lengths:
-            name = policy.choose(RoutingRequest(length, slo=slo), engines)
+            estimate = predictor.estimate(LengthQuery(length))
+            request = RoutingRequest(length, slo=slo, length_estimate=estimate)
+            name = policy.choose(request, engines)
             assert name is not None
             chosen[name] += 1
-            ongoing[name].append(OngoingRequest(length, 0, 100.0))
-        assert placed == as_workers(policy, engines)
+            ongoing[name].append(make_ongoing(length, 0, 100.0))
+        assert placed == as_workers(predictor, engines)
     assert len(chosen) == 8
 
 

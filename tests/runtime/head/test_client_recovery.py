@@ -14,6 +14,7 @@ from gllm.messages.requests import (
 )
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.head.client import EngineClient
+from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from gllm.scheduler.step_cost import StepCostCoefficients
@@ -441,3 +442,32 @@ def test_the_cost_of_computing_the_requests_again_is_predicted(rig: Rig) -> None
     assert rig.client.predict_recompute_seconds() == 2 * 0.5 + 6 * 2.0 + 13 * 1.0
     rig.die()
     assert rig.client.predict_recompute_seconds() == 2 * 0.5 + 6 * 2.0 + 13 * 1.0, "parked"
+
+
+def test_requests_carry_the_lengths_that_the_engine_predicts() -> None:
+    rig = Rig()
+    rig.client = EngineClient(lambda: rig.now, length_predictor="by-prompt")
+    rig.attach()
+    lengths = rig.client.output_lengths
+    assert lengths is not None
+    rig.submit(1, 2, 3)
+    rig.report((0, 10))
+    rig.report((0, 11), ends=(0,))
+    # Aborted outputs say nothing about the length.
+    rig.client.release(rig.submit(1, 2, 3))
+    rig.submit(1, 2, 3)
+    rig.report((2, 10))
+    rig.die()
+    rig.attach()
+    routed = JournalEntry([1, 2, 3], SAMPLING, 8, [], 1, 0, "", rig.now)
+    routed.predicted_output_tokens = 7
+    rig.client.submit_entry(routed)
+    predicted = [
+        each.predicted_output_tokens for each in rig.sent if isinstance(each, SubmitRequest)
+    ]
+    # A request keeps its prediction after a death, and that of its router.
+    assert predicted == [2, 7]
+    rig.report((3, 11), (3, 12), ends=(3,))
+    assert lengths.accuracy.num_outputs == 1
+    (row,) = [row for row in lengths.accuracy.rows() if row.num_outputs]
+    assert (row.num_right, row.mean_predicted_tokens, row.mean_tokens) == (1, 2, 3)

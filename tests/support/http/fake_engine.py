@@ -31,6 +31,7 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
 from gllm.options.slo import Slo
+from gllm.routing.lengths.accuracy import BucketAccuracy
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.detokenizer import IncrementalDetokenizer, StopStrings
 from gllm.text.grammar.sources.structured_output import to_grammar_source
@@ -216,6 +217,8 @@ class FakeEngine:
     num_routers: int | None = None
     unattached_cause: str = ""
     kv_disk: KvDiskTotals | None = None
+    length_predictor: str = ""
+    output_lengths: Sequence[BucketAccuracy] = ()
     kv_transfers: KvTransferTotals | None = field(default_factory=KvTransferTotals)
     participant: KvParticipant | None = None
     """Its part in hand-offs."""
@@ -272,6 +275,8 @@ class FakeEngine:
             num_malformed_frames=self.num_malformed_frames,
             kv_transfers=self.kv_transfers,
             kv_disk=self.kv_disk,
+            length_predictor=self.length_predictor,
+            output_lengths=self.output_lengths,
             tensor_parallel_size=self.tensor_parallel_size,
             refused_peers=self.refused_peers,
         )

@@ -1,0 +1,1 @@
+"""Predictors of output lengths that read the prompt, and the accuracy of every predictor."""
