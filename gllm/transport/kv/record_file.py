@@ -292,14 +292,22 @@ class RecordFile:
             removed = list(keys)
             for key in removed:
                 self._remove(key)
+        error: OSError | None = None
         for key in removed:
             slot = self._stale.get(key)
-            if slot is not None:
+            if slot is None:
+                continue
+            try:
                 self._erase(slot)
-                with self._lock:
-                    self._forget_stale(slot)
+            except OSError as cause:
+                error = cause
+                continue
+            with self._lock:
+                self._forget_stale(slot)
         # Also for keys that were overwritten: a crash could undo that.
         self._file.sync()
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Close the file. Nothing may be read or written at the same time or afterwards."""
