@@ -60,13 +60,23 @@ def random_config(rng: Random, stages: int) -> SchedulerConfig:
     return config.resolve(stages, num_blocks, MAX_MODEL_LEN)
 
 
-def random_fields(rng: Random) -> dict[str, Any]:
-    """A request with a priority, choices, stop tokens or log-probabilities, or none of them."""
+def random_prompt(rng: Random, pipeline: ScriptedPipeline) -> list[int]:
+    """A prompt that begins like many others, or a text that another request has got so far."""
+    if pipeline.clients and rng.random() < 0.4:
+        latest = sorted(pipeline.clients)[-8:]
+        text = pipeline.clients[rng.choice(latest)].reference.tokens
+        return [*text[: MAX_MODEL_LEN - 2], rng.randrange(VOCABULARY)]
     prompt_len = rng.randint(1, 40)
     num_common = rng.choice([0, prompt_len // 2, prompt_len])
+    return [7] * num_common + rng.choices(range(VOCABULARY), k=prompt_len - num_common)
+
+
+def random_fields(rng: Random, pipeline: ScriptedPipeline) -> dict[str, Any]:
+    """A request with a priority, choices, stop tokens or log-probabilities, or none of them."""
+    prompt = random_prompt(rng, pipeline)
     return {
-        "prompt": [7] * num_common + rng.choices(range(VOCABULARY), k=prompt_len - num_common),
-        "max_tokens": rng.randint(1, MAX_MODEL_LEN - prompt_len),
+        "prompt": prompt,
+        "max_tokens": rng.randint(1, MAX_MODEL_LEN - len(prompt)),
         "priority": rng.choice([0, 0, 0, 1, -1]),
         "n": rng.choice([1, 1, 1, 3]),
         "stop_ids": rng.sample(range(VOCABULARY), rng.choice([0, 0, 2])),
@@ -80,7 +90,7 @@ def run_load(pipeline: ScriptedPipeline, rng: Random, num_steps: int) -> Counter
     seq, arrivals = 0, rng.choice([0.05, 0.2, 0.6])
     for _ in range(num_steps):
         if rng.random() < arrivals and len(pipeline.alive) < 16:
-            fields = random_fields(rng)
+            fields = random_fields(rng, pipeline)
             pipeline.submit(seq, **fields)
             seq += fields["n"]
         if rng.random() < 0.03 and pipeline.alive:

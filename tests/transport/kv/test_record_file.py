@@ -404,6 +404,35 @@ def test_a_discarded_block_does_not_come_back() -> None:
     assert check(open_file(disk)) == {make_record(0).key, make_record(2).key}
 
 
+def test_a_key_that_a_crash_has_left_twice_is_discarded_whole() -> None:
+    """It was evicted, overwritten and written elsewhere, and the crash has undone the second."""
+    disk = SimulatedDisk()
+    fill(disk, range(2))
+    disk.data += disk.data[PAGE_BYTES : PAGE_BYTES + count_record_bytes(BLOCK_BYTES)]
+    again = open_file(disk)
+    assert len(check(again)) == 2
+    again.discard([make_record(0).key])
+    assert check(open_file(disk)) == {make_record(1).key}
+
+
+def test_all_are_discarded_although_one_cannot_be_erased() -> None:
+    disk = SimulatedDisk()
+    file, write = fill(disk, range(3)), disk.write
+
+    def fail_once(offset: int, data: bytes) -> None:
+        disk.write = write  # type: ignore[method-assign]
+        raise OSError(5, "Input/output error")
+
+    disk.write = fail_once  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="Input/output"):
+        file.discard([make_record(number).key for number in range(2)])
+    assert check(file) == {make_record(2).key}
+    # What could not be erased is overwritten by the same key.
+    assert check(open_file(disk)) == {make_record(0).key, make_record(2).key}
+    assert file.write(make_record(0), make_block(make_record(0)))
+    assert len(open_file(disk)) == 2
+
+
 def test_a_block_that_is_evicted_while_it_is_read_is_not_overwritten() -> None:
     disk = SimulatedDisk()
     file, read = fill(disk, range(CAPACITY)), disk.read
