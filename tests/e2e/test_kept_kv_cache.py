@@ -114,7 +114,7 @@ def kill_and_damage(server: Server, choice: Random) -> None:
     kill_worker(server, choice)
     num_damaged = sum(damage(path, choice) for path in kv_files(server.pid))
     os.kill(server.pid, signal.SIGCONT)
-    assert num_damaged > 10
+    assert num_damaged
 
 
 def kv_files(pid: int) -> Iterator[str]:
@@ -125,11 +125,11 @@ def kv_files(pid: int) -> Iterator[str]:
 
 
 def damage(path: str, choice: Random) -> int:
-    """Flip bits in a third of the pages of a file behind the first one; return their number."""
+    """Flip bits in a tenth of the pages of a file behind the first one; return their number."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         pages = written_pages(descriptor)
-        damaged = [page for page in pages if page and choice.random() < 1 / 3]
+        damaged = [page for page in pages if page and choice.random() < 0.1]
         for page in damaged:
             place = page + choice.randrange(mmap.PAGESIZE)
             byte = os.pread(descriptor, 1, place)[0]
@@ -183,20 +183,18 @@ def test_no_death_changes_a_text(name: str) -> None:
     with serving("demo", *SERVERS[name], *WAIT, *EXACT) as server:
         expected = Streams(server).wait()
         for kill in deaths:
-            before, num_lines = scrape(server), len(kept_blocks(server))
+            before, num_workers = scrape(server), len(places(server.pid))
             streams = Streams(server)
-            streams.wait_for_events(choice.randrange(1, NUM_EVENTS // 4))
+            streams.wait_for_events(choice.randrange(NUM_EVENTS // 8, NUM_EVENTS // 4))
             kill(server, choice)
             assert streams.wait() == expected, kill
             wait_until_ready(server)
             after = scrape(server)
             assert after.value("recoveries_total") > before.value("recoveries_total")
-            if kill is kill_and_damage:
-                num_intact, num_blocks = kept_blocks(server)[num_lines]
-                assert num_intact < num_blocks, "the checksums have found the damage"
-
-
-def kept_blocks(server: Server) -> list[tuple[int, int]]:
-    """Return how many KV blocks each epoch has kept so far, and of how many."""
-    lines = re.findall(r"KV blocks kept from before: (\d+) of (\d+)", server.log)
-    return [(int(kept), int(number)) for kept, number in lines]
+            if kill in (kill_worker, kill_driver, kill_and_damage):
+                computed, num_resumed = (
+                    after.value(name) - before.value(name)
+                    for name in ("resumed_tokens_computed_total", "resumed_requests_total")
+                )
+                keeps_all = computed <= num_resumed * (BLOCK_SIZE + num_workers)
+                assert keeps_all == (kill is not kill_and_damage), "damage is computed again"
