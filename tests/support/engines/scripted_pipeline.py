@@ -222,7 +222,7 @@ class ScriptedPipeline:
         num_stages = config.stages
         self.scheduler = Scheduler(
             config,
-            self.policy,  # type: ignore[arg-type]
+            self.policy,
             create_drafter=lambda _: drafter(rng, num_stages, acceptance),
         )
         self.stages = [ScriptedStage(config.block_size) for _ in range(num_stages)]
@@ -368,7 +368,9 @@ class ScriptedPipeline:
         self, plan: StepPlan, values: list[list[int]]
     ) -> tuple[SamplingMetadata, list[int]]:
         """Return the sampling rows of a step, as an executor builds them, and their tokens."""
-        owners, states, indices, windows, chosen = [], [], [], [], []
+        owners: list[tuple[int, int]] = []
+        indices: list[int] = []
+        states, windows, chosen = [], [], []
         for row, values_of_row in zip(plan.rows, values, strict=True):
             if not row.should_sample:
                 continue
