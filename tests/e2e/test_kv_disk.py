@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.support.servers.metrics import read_metrics, scrape
 from tests.support.servers.nodes import EXACT
 from tests.support.servers.server import Server, children_titled, serving, stages, wait_until
+from tests.support.servers.streams import NUM_EVENTS, Streams
 
 pytestmark = pytest.mark.full
 
@@ -139,4 +141,50 @@ def test_a_folder_that_others_may_use_is_refused_and_the_server_goes_on(
         assert turn(server, PROMPT) == (cold["first"], 0)
         assert server.log.count("no KV blocks are kept on disk") == 1
         assert "chmod go=" in server.log
+        stop(server)
+
+
+def disturb_files(folder: Path, choice: Random) -> None:
+    """Flip bits, cut a file or let the operating system forget its pages, as under pressure."""
+    path = choice.choice(sorted(folder.glob("*.gllm-kv")))
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        match choice.choice(["flip", "cut", "forget"]):
+            case "flip":
+                for _ in range(20):
+                    place = choice.randrange(4096, size)
+                    file.seek(place)
+                    byte = file.read(1)[0]
+                    file.seek(place)
+                    file.write(bytes([byte ^ 1 << choice.randrange(8)]))
+            case "cut":
+                file.truncate(choice.randrange(size // 2, size))
+            case "forget":
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_deaths_and_damage_under_streams_change_no_text(tmp_path: Path) -> None:
+    """Stages and the process that has the files die at random moments, with damage between."""
+    choice = Random(1)
+    with serving("demo", *FLAGS) as server:
+        expected = Streams(server).wait()
+    with disk_server(tmp_path) as server:
+        assert Streams(server).wait() == expected
+        wait_until_stored(server, 16)
+        for number in range(8):
+            assert server.post("/reset_prefix_cache", {})[0] == 200
+            disturb_files(tmp_path, choice)
+            streams = Streams(server)
+            streams.wait_for_events(choice.randrange(1, NUM_EVENTS // 2))
+            victims = {
+                **stages(server.pid),
+                2: next(iter(children_titled(server.pid, "gllm-link"))),
+            }
+            os.kill(victims[number % 3], signal.SIGKILL)
+            disturb_files(tmp_path, choice)
+            assert streams.wait() == expected, number
+            wait_until(lambda: server.status("/ready") == 200)
+            wait_until(lambda: children_titled(server.pid, "gllm-link"))
+        assert count_loads(server, "complete") > 0
         stop(server)

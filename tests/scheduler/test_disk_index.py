@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gllm.scheduler.block_pool import chain_hashes, root_hash
 from gllm.scheduler.disk_index import DiskBlock, DiskPrefixIndex
 
 ROOT = b"root"
@@ -65,6 +66,26 @@ def test_a_prefix_ends_at_a_missing_block() -> None:
     index.remove(keys[3])
     assert [index.count_prefix(keys, start) for start in (0, 2, 3, 4, 6)] == [3, 1, 0, 2, 0]
     assert index.count_prefix([*keys[:2], b"other", keys[3]], 0) == 2
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=12, max_size=12), st.integers(0, 11))
+def test_keys_are_keyed_digests_of_all_tokens_up_to_the_end_of_a_block(
+    tokens: list[int], place: int
+) -> None:
+    """A shorter key, or one that can be computed, would let one prompt pass for another."""
+
+    def keys_of(token_ids: list[int], salt: str = "", secret: bytes = b"s" * 32) -> list[bytes]:
+        return chain_hashes(root_hash(salt, secret), token_ids, 4, secret)
+
+    keys = keys_of(tokens)
+    assert [len(key) for key in keys] == [16] * 3
+    changed = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+    pairs = zip(keys, keys_of(changed), strict=True)
+    assert [before == after for before, after in pairs] == [
+        index < place // 4 for index in range(3)
+    ]
+    for others in (keys_of(tokens, salt="other"), keys_of(tokens, secret=b"t" * 32)):
+        assert set(keys).isdisjoint(others)
 
 
 @st.composite

@@ -14,6 +14,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from errno import ELOOP
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -58,6 +59,9 @@ class RandomAccessFile(Protocol):
 
     def prefetch(self, offset: int, num_bytes: int) -> None:
         """Begin to read bytes into the memory of the operating system, without waiting."""
+
+    def sync(self) -> None:
+        """Return once no crash can undo what was written so far."""
 
     def close(self) -> None:
         """Close the file."""
@@ -117,6 +121,10 @@ class SystemFile:
     def prefetch(self, offset: int, num_bytes: int) -> None:
         """Begin to read bytes into the memory of the operating system, without waiting."""
         os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def sync(self) -> None:
+        """Return once no crash can undo what was written so far."""
+        os.fdatasync(self._descriptor)
 
     def close(self) -> None:
         """Close the file, which another process may open then."""
@@ -217,13 +225,13 @@ class RecordFile:
                 self._num_slots += 1
             else:
                 return False
-            self._forget_stale(slot)
         try:
             self._file.write(self._offset(slot), self._encode(record, block))
         except OSError:
             self._undo_write(slot, is_appended)
             raise
         with self._lock:
+            self._forget_stale(slot)
             self._slots[record.key] = slot
             self._records[record.key] = record
         return True
@@ -274,16 +282,32 @@ class RecordFile:
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove blocks with a wrong content, which must not be found after a restart either.
 
-        Called by the thread that writes. Raises OSError.
+        Called by the thread that writes.
+
+        Raises:
+            OSError: The file cannot be written. The blocks are not there, but some may come back
+                after a restart.
         """
-        for key in keys:
-            with self._lock:
+        with self._lock:
+            removed = list(keys)
+            for key in removed:
                 self._remove(key)
-                slot = self._stale.get(key)
-                if slot is not None:
-                    self._forget_stale(slot)
-            if slot is not None:
-                self._file.write(self._offset(slot), bytes(_RECORD_HEADER_BYTES))
+        error: OSError | None = None
+        for key in removed:
+            slot = self._stale.get(key)
+            if slot is None:
+                continue
+            try:
+                self._erase(slot)
+            except OSError as cause:
+                error = cause
+                continue
+            with self._lock:
+                self._forget_stale(slot)
+        # Also for keys that were overwritten: a crash could undo that.
+        self._file.sync()
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Close the file. Nothing may be read or written at the same time or afterwards."""
@@ -305,7 +329,11 @@ class RecordFile:
             self._file.truncate(end)
         for slot in range(self._num_slots):
             record = self._decode_header(self._file.read(self._offset(slot), _RECORD_HEADER_BYTES))
-            if record is None or record.key in self._slots:
+            if record is None:
+                self._free.append(slot)
+            elif record.key in self._slots:
+                # A crash has undone a later write. It would come back if the other one is removed.
+                self._erase(slot)
                 self._free.append(slot)
             else:
                 self._slots[record.key] = slot
@@ -324,10 +352,14 @@ class RecordFile:
 
     def _undo_write(self, slot: int, is_appended: bool) -> None:
         """Free the slot of a failed write; an appended one is cut off, and the file stays so."""
-        with self._lock:
-            if not is_appended:
+        if not is_appended:
+            # The block may be whole all the same.
+            with suppress(OSError):
+                self._erase(slot)
+            with self._lock:
                 self._free.append(slot)
-                return
+            return
+        with self._lock:
             self._num_slots = self.capacity = slot
         self._file.truncate(self._offset(slot))
 
@@ -348,6 +380,10 @@ class RecordFile:
         key = self._stale_keys.pop(slot, None)
         if key is not None:
             self._stale.pop(key, None)
+
+    def _erase(self, slot: int) -> None:
+        """Overwrite the header of a slot that has no record any more."""
+        self._file.write(self._offset(slot), bytes(_RECORD_HEADER_BYTES))
 
     def _offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self._stride

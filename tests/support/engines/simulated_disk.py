@@ -44,7 +44,12 @@ class SimulatedDisk:
 
     def sync(self) -> None:
         """Let no earlier write be lost."""
+        self._check()
         self._before.clear()
+
+    def flip(self, place: int, mask: int = 4) -> None:
+        """Damage a byte, as a failing medium does."""
+        self.data[place] ^= mask
 
     def size(self) -> int:
         self._check()
@@ -56,20 +61,19 @@ class SimulatedDisk:
 
     def write(self, offset: int, data: bytes) -> None:
         self._check()
-        self._before.append((bytes(self.data), offset, data))
         self.num_writes += 1
-        end = offset + len(data)
-        if end > self.max_bytes:
-            # Part of it fits.
-            data = data[: max(0, self.max_bytes - offset)]
-            self._write(offset, data)
+        # On a full disk a part may fit; what the file has already can be overwritten.
+        end = max(offset, len(self.data), self.max_bytes)
+        fitting = data[: end - offset]
+        self._before.append((bytes(self.data), offset, fitting))
+        self._write(offset, fitting)
+        if len(fitting) < len(data):
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._write(offset, data)
 
     def truncate(self, num_bytes: int) -> None:
         self._check()
         if num_bytes < len(self.data):
-            self.sync()
+            self._before.clear()
         self.data[num_bytes:] = bytes(max(0, num_bytes - len(self.data)))
 
     def prefetch(self, offset: int, num_bytes: int) -> None:

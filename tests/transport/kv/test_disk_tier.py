@@ -155,6 +155,35 @@ def test_a_damaged_block_fails_the_load_and_is_reported(
         assert not load(engine, [5, 1], KEYS[:2]).is_ok
 
 
+def test_a_file_that_is_cut_while_it_is_open_loses_blocks_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        store(engine)
+        path = tmp_path / f"{hash_layout(cut_layouts(2, 1)[1]).hex()}.gllm-kv"
+        os.truncate(path, PAGE_BYTES + path.stat().st_size // 2)
+        assert not load(engine, [5, 1, 4]).is_ok
+        assert load(engine, [5], KEYS[:1]).is_ok, "what is before the cut"
+        engine.mover.handle(CopyKvToDisk(2, [1]))
+        engine.mover.handle(WriteKvToDisk(2, [0], RECORDS[2:], KEYS[2:]))
+        assert engine.wait(KvDiskWritten).keys == KEYS[2:]
+        assert load(engine, [5], KEYS[2:]).is_ok
+
+
+def test_a_folder_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as engine:
+        store(engine)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4321)
+        with opened(tmp_path) as engine:
+            engine.wait(KvDiskFailed)
+            assert not load(engine, [1, 2, 3]).is_ok
+    assert caplog.text.count("no KV blocks are kept on disk") == 1
+    assert "another path" in caplog.text
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
 def test_discarded_and_evicted_blocks_are_gone(tmp_path: Path) -> None:
     with opened(tmp_path) as engine:
         store(engine)
