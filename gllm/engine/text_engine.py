@@ -308,6 +308,7 @@ class TextEngine:
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        client: str = "",
         handoffs: Sequence[KvHandoff] = (),
     ) -> list[RequestState]:
         """Start one request per prompt, all or none; each handle must be closed.
@@ -348,6 +349,7 @@ class TextEngine:
                     session,
                     slo,
                     handoff,
+                    client,
                 )
                 streams.append(stream)
         except (TypeError, ValueError, OverflowError, PoisonRequestError) as error:
