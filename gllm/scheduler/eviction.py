@@ -220,12 +220,12 @@ class ReturnEviction(EvictionOrder):
     def add(self, block: int, owner: int | None) -> None:
         """Add a block to those of its sequence."""
         self._chosen = None
-        visit: _Visit | None = self._unknown
+        visit = self._unknown
         if owner is not None:
-            visit = self._visits.get(owner)
-            if visit is None:
+            if owner not in self._visits:
                 # A further choice of a request, whose arrival was that of the first one.
-                visit = self._visits[owner] = _Visit(UNKNOWN_GROUP)
+                self._visits[owner] = _Visit(UNKNOWN_GROUP)
+            visit = self._visits[owner]
         self._append(visit, block)
 
     def discard(self, block: int) -> None:

@@ -63,8 +63,10 @@ class SessionSender(PipelineObserver):
             self._cached_tokens[first.seq] = first.num_cached_tokens
         for finished in output.finished:
             index = self._next_turns[finished.seq]
-            pause = None if index is None else self._jobs[index].pause_seconds
-            if pause is not None and self._loop is not None:
+            if index is None or self._loop is None:
+                continue
+            pause = self._jobs[index].pause_seconds
+            if pause is not None:
                 self._loop.push(now + pause, ARRIVAL, self._send_turn, index)
 
     def turns(self, record: RunRecord) -> list[TurnResult]:
