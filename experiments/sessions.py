@@ -24,7 +24,7 @@ from gllm.sim.workloads.requests import (
 )
 
 MODEL, DEVICE, STAGES = "qwen2.5-7b", "L20", 4
-AGENTS = "agents:40,10,1000,2000,1500,150"
+AGENTS = "agents:40,10,1000,1000,800,150"
 RATE = 1.0
 """Agents that begin per second."""
 CACHE_SHARE = 1 / 3
@@ -56,7 +56,6 @@ CASES = (
     Case("one tool in four is slow", "fixed:5|fixed:5|fixed:5|exponential:120"),
     Case("no memory", "exponential:30"),
     Case("tools of 30 s beside single requests", "fixed:30", 1.0),
-    Case("no memory beside single requests", "exponential:30", 1.0),
     Case("tools of 30 s, cache for all", "fixed:30", 0.0, 1.05),
 )
 

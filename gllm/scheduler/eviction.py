@@ -161,7 +161,7 @@ class _Visit:
         self.group = group
         self.session = session
         self.last_hash = last_hash
-        """Of the last full block of the prompt; None if there is none."""
+        """Hash of the last full block of the prompt; None if there is none."""
         self.blocks: OrderedDict[int, None] = OrderedDict()
         """In the order of eviction: those of a chain from its last to its first block."""
         self.end: float | None = None

@@ -103,7 +103,7 @@ class ReturnCounts:
 
 
 NO_COUNTS = ReturnCounts()
-"""Of a kind without observations."""
+"""Counts of a kind without observations."""
 
 
 def estimate_hazards(
@@ -159,7 +159,7 @@ class _IdleConversation(NamedTuple):
 @dataclass
 class _Client:
     counts: ReturnCounts = field(default_factory=ReturnCounts)
-    """Of all kinds."""
+    """Counts of all kinds."""
     kinds: dict[int, ReturnCounts] = field(default_factory=dict)
     idle: "OrderedDict[bytes, _IdleConversation]" = field(default_factory=OrderedDict)
     """Idle conversations, those that have been idle for longest first."""
@@ -193,7 +193,7 @@ class ReturnTimes:
         self._clients: OrderedDict[str, _Client] = OrderedDict()
         """By name, the least recently active one first."""
         self._all = ReturnCounts()
-        """Of all clients."""
+        """Counts of all clients."""
         self._num_idle = 0
         self._values: dict[ConversationGroup, tuple[float, list[float]]] = {}
         """Time of the estimate, and value by bin."""

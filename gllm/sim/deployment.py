@@ -28,7 +28,7 @@ from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.metrics.session_turns import TurnResult
 from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.sessions import SessionSender, has_pauses
+from gllm.sim.sessions import TurnSender, has_pauses
 from gllm.sim.workloads.requests import (
     PromptTokens,
     WorkloadRequest,
@@ -175,7 +175,7 @@ def simulate_sessions(
     eviction = None
     if has_hindsight:
         eviction = HindsightEviction(jobs, prompts, deployment.scheduler.block_size)
-    sender = SessionSender(jobs, prompts)
+    sender = TurnSender(jobs, prompts)
     recorder, pipeline = _create_pipeline(deployment, jobs, log, check, [sender], eviction)
     if deployment.cost.request_transfer(is_busy=True).is_free:
         sender.start(pipeline.loop, lambda now, request: pipeline.submit(request, now))

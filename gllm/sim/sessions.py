@@ -28,7 +28,7 @@ def find_next_turns(jobs: Sequence[WorkloadRequest]) -> list[int | None]:
     return following
 
 
-class SessionSender(PipelineObserver):
+class TurnSender(PipelineObserver):
     """Sends the requests of a workload, each at its time or a pause after the turn before.
 
     The sequence of a request has its position in the workload as its id.

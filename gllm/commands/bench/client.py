@@ -61,7 +61,7 @@ class StreamChoice(msgspec.Struct):
         return int(bool(self.output_text or (self.delta and self.delta.tool_calls)))
 
 
-class PromptTokensDetails(msgspec.Struct):
+class StreamPromptDetails(msgspec.Struct):
     """`prompt_tokens_details` of a `usage` object."""
 
     cached_tokens: int | None = None
@@ -73,7 +73,7 @@ class StreamUsage(msgspec.Struct):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: StreamPromptDetails | None = None
 
 
 class StreamChunk(msgspec.Struct):
