@@ -51,6 +51,7 @@ EXPERIMENTS = {
     "planners": ("planners", "each planner on the shipped clusters: plan, bound, measured share"),
     "two-nodes": ("two_nodes", "two emulated machines joined by gllm-link, by depth"),
     "speculation": ("speculation", "windows in flight over pipelines, against one and none"),
+    "sessions": ("sessions", "eviction of the prefix cache with agents that return after pauses"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of experiments with a function `run`, and a description."""

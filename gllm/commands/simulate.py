@@ -36,6 +36,7 @@ from gllm.sim.metrics.report import (
     show_value,
     summarize_run,
 )
+from gllm.sim.metrics.session_turns import turn_lines
 from gllm.sim.options import SimulationConfig
 from gllm.sim.profiled import measured_path
 
@@ -117,6 +118,8 @@ def _simulate(config: SimulationConfig, step_log: str | None, output: str | None
     print(format_metrics_table({deployment.scheduler.policy: result.summary}))
     if result.engines:
         print(f"\n{format_engine_table(result.engines)}")
+    if sessions := result.summary.get("sessions"):
+        print("", *turn_lines(sessions), sep="\n")
     if output:
         write_outputs(result, Path(output), _configuration(config))
 

@@ -317,12 +317,14 @@ class EngineInterface(Protocol):
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        client: str = "",
         handoffs: Sequence[KvHandoff] = (),
     ) -> Sequence[RequestHandle]:
         """Start one request per prompt, all or none; each handle must be closed.
 
         `request_id` is the id by which `abort` finds the requests. `slo` and `session` are hints
         for routers: latencies that the client asks for, and a name whose requests go to one engine.
+        Engines learn by `session` and `client` when a conversation returns.
         `handoffs` says for each prompt which KV blocks are fetched from or reserved for another
         engine; it is empty without disaggregated prefill.
 

@@ -315,6 +315,7 @@ class TextEngine:
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        client: str = "",
         handoffs: Sequence[KvHandoff] = (),
     ) -> list[RequestState]:
         """Start one request per prompt, all or none; each handle must be closed.
@@ -356,6 +357,7 @@ class TextEngine:
                     session,
                     slo,
                     handoff,
+                    client,
                 )
                 streams.append(stream)
         except (TypeError, ValueError, OverflowError, PoisonRequestError) as error:

@@ -16,7 +16,7 @@ from gllm.engine.interface import EngineUnavailableError, OutputDelta, PoisonReq
 from gllm.engine.request_checks import contradiction_error
 from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
-from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, RETRY_AFTER_SECONDS
+from gllm.frontend.context import ARRIVAL, CLIENT_ID, CONTEXT, REQUEST_ID, RETRY_AFTER_SECONDS
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.json_encoding import encode_json_in_pieces
@@ -74,7 +74,8 @@ def _run_request(
 ) -> Iterator[tuple[RequestRun, UsageCounter]]:
     """Yield the run of a request and its token counts; store the request's summary."""
     fields, context = request.fields, http_request.app[CONTEXT]
-    hints = read_routing_hints(http_request.headers, fields, context.config.slo)
+    client = http_request.get(CLIENT_ID) or ""
+    hints = read_routing_hints(http_request.headers, fields, context.config.slo, client)
     with ExitStack() as stack:
         engine: Submitter = context.engine
         bootstrap = (fields.bootstrap_room, fields.bootstrap_host, fields.bootstrap_port)

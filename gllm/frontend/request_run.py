@@ -31,6 +31,7 @@ class Submitter(Protocol):
         request_id: str,
         slo: Slo | None,
         session: str,
+        client: str,
     ) -> Sequence[RequestHandle]:
         """Start one request per prompt, as `EngineInterface.submit`."""
 
@@ -69,7 +70,7 @@ class RequestRun:
         request: The prepared request.
         request_id: Id of the request, for logs.
         arrival: Monotonic arrival time, in seconds.
-        hints: Latency objectives and session, for routers.
+        hints: Latency objectives, session and client.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class RequestRun:
             request_id=self._request_id,
             slo=self._hints.slo,
             session=self._hints.session,
+            client=self._hints.client,
         )
         for handle in self.handles:
             handle.set_listener(self._notify)

@@ -1,4 +1,6 @@
-"""Latency objectives and session of a request, read from its body and headers for the router.
+"""Latency objectives and session of a request, read from its body and headers.
+
+Routers choose engines by them, and engines learn when a session returns.
 
 The headers are those of llm-d, AIBrix and Dynamo, whose clients and gateways send them.
 """
@@ -22,12 +24,14 @@ SESSION_HEADERS = ("x-session-token", "x-session-id", "X-Dynamo-Session-ID")
 
 
 class RoutingHints(NamedTuple):
-    """Latency objectives and session of a request, by which a router selects an engine."""
+    """Latency objectives, session and client of a request."""
 
     slo: Slo | None
     """Limits of time to first token and time per output token; None if there are none."""
     session: str
     """Name of the session, whose requests go to the same engine if possible; empty: none."""
+    client: str = ""
+    """Name of the client, such as the number of its API key; empty without keys."""
 
 
 NO_HINTS = RoutingHints(None, "")
@@ -35,7 +39,7 @@ NO_HINTS = RoutingHints(None, "")
 
 
 def read_routing_hints(
-    headers: Mapping[str, str], fields: SamplingFields, default_slo: Slo
+    headers: Mapping[str, str], fields: SamplingFields, default_slo: Slo, client: str = ""
 ) -> RoutingHints:
     """Return a request's latency objectives and session, from its body or else its headers.
 
@@ -43,6 +47,7 @@ def read_routing_hints(
         headers: The request's headers; the mapping ignores case.
         fields: The parsed request body.
         default_slo: Latency objectives for requests that have none.
+        client: Name of the client.
 
     Raises:
         FieldError: A header is not a positive number of milliseconds; the error names the header.
@@ -55,8 +60,9 @@ def read_routing_hints(
         slo = slo.with_defaults(default_slo)
     session = fields.prompt_cache_key or ""
     if not session and any(name in headers for name in SESSION_HEADERS):
-        session = _first(headers, SESSION_HEADERS)[1]
-    return RoutingHints(slo or None, session[:MAX_SESSION_CHARACTERS])
+        # Headers may have bytes that are not UTF-8.
+        session = _first(headers, SESSION_HEADERS)[1].encode(errors="replace").decode()
+    return RoutingHints(slo or None, session[:MAX_SESSION_CHARACTERS], client)
 
 
 def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:

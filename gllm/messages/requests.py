@@ -8,6 +8,7 @@ from msgspec import Meta
 from gllm.messages.base import TokenId, WireMessage
 from gllm.messages.handoff import KvSource
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.options.limits import MAX_SESSION_CHARACTERS
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 
 ErrorKind = Literal["", "unavailable", "poison"]
@@ -63,6 +64,10 @@ class SubmitRequest(WireMessage, frozen=True):
     is_ticket_foreign: bool = False
     """True if a router of another project gets the ticket: no message says whether another engine
     will fetch the blocks."""
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)] = ""
+    """Name of the conversation among those of the client; empty: known by its prompt."""
+    client: Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)] = ""
+    """Name of the client that sent the request, such as the number of its API key."""
 
     def check(self, vocab_size: int | None) -> None:
         """Check the fields that neither decoding nor the scheduler checks.

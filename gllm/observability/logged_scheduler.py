@@ -21,6 +21,7 @@ from gllm.observability.step_log import (
     StepLogEvent,
 )
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.eviction import EvictionOrder
 from gllm.scheduler.kv_holds import ReadableKv
 from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest, SchedulerTransfers
 from gllm.scheduler.output_lengths import OutputLengths
@@ -38,6 +39,8 @@ class LoggedScheduler(Scheduler):
         clock: Returns the time in seconds.
         output_lengths: Output lengths that an earlier scheduler has observed, for length
             prediction.
+        eviction: Order in which cached KV blocks are evicted; None: the configured one, which alone
+            a replay repeats.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class LoggedScheduler(Scheduler):
         write: Callable[[StepLogEvent], None],
         clock: Callable[[], float],
         output_lengths: OutputLengths | None = None,
+        eviction: EvictionOrder | None = None,
     ) -> None:
         super().__init__(
             config,
             output_lengths=output_lengths,
             create_transfers=partial(LoggedTransfers, write, clock),
+            eviction=eviction,
         )
         self._write = write
         self._clock = clock

@@ -115,6 +115,8 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     reports_first_chunk: bool = False
     is_ticket_foreign: bool = False
     is_kv_on_disk: bool = False
+    client: str = ""
+    session: str = ""
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):

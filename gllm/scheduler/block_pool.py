@@ -1,16 +1,17 @@
 """Block pool of the KV cache: free, referenced and cached blocks.
 
 A block is free, referenced by sequences, or cached without a reference. Cached blocks without a
-reference are evicted least recently used first.
+reference are evicted in an order of gllm.scheduler.eviction.
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
+from gllm.scheduler.eviction import EvictionOrder, LruEviction
 from gllm.scheduler.state_slots import StateCache
 
 HASH_BYTES = 16
@@ -87,7 +88,7 @@ class BlockPoolSnapshot(NamedTuple):
     references: dict[int, int]
     """Number of references of each referenced block."""
     evictable: list[int]
-    """Cached blocks without a reference, in the order of eviction."""
+    """Cached blocks without a reference; in the order of eviction, if time does not change it."""
     free: list[int]
     """Blocks without a reference and without content; the last one is allocated first."""
 
@@ -95,18 +96,25 @@ class BlockPoolSnapshot(NamedTuple):
 class BlockPool:
     """Allocator of the KV blocks 0 .. num_blocks - 1, with reference counts and prefix cache.
 
-    Cached blocks without a reference stay in the prefix cache until they are evicted, least
-    recently used first.
+    Cached blocks without a reference stay in the prefix cache until they are evicted.
     """
 
-    def __init__(self, num_blocks: int, states: StateCache | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        states: StateCache | None = None,
+        eviction: EvictionOrder | None = None,
+    ) -> None:
         """Create the pool.
 
         Args:
             num_blocks: number of blocks.
             states: checkpoints that are removed together with cached blocks; None for a model
                 without recurrent layers.
+            eviction: order of eviction; None: least recently used first.
         """
+        self.now = 0.0
+        """Time in seconds, by which blocks are evicted; set by the owner."""
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
         """Number of blocks that can be allocated: free ones and unreferenced cached ones."""
@@ -114,7 +122,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable = LruEviction() if eviction is None else eviction
         self._states = states
         self.listeners: list[BlockListener] = []
         """Are told which blocks enter and leave the prefix cache."""
@@ -151,7 +159,8 @@ class BlockPool:
         self._by_hash = by_hash
         for block, digest in sorted(digests.items()):
             self._hashes[block] = digest
-            self._evictable[block] = None
+            self._evictable.on_published(block, digest, None, 0)
+            self._evictable.add(block, None)
             for listener in self.listeners:
                 listener.on_added(block, digest)
         self._free = [block for block in self._free if block not in digests]
@@ -160,7 +169,8 @@ class BlockPool:
         """Make unreferenced blocks of a chain the last ones to be evicted, its first block last."""
         for block in reversed(blocks):
             if block in self._evictable:
-                self._evictable.move_to_end(block)
+                self._evictable.discard(block)
+                self._evictable.add(block, None)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate blocks, each with one reference; the caller has checked `num_free_blocks`."""
@@ -173,15 +183,19 @@ class BlockPool:
         """Add one reference to each of these cached or referenced blocks."""
         for block in blocks:
             if not self._references[block]:
-                del self._evictable[block]
+                self._evictable.discard(block)
                 self.num_free_blocks -= 1
             self._references[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], owner: int | None = None) -> None:
         """Remove one reference from each block of a block table.
 
         The table's last blocks become evictable before its first, so that the rest of a cached
         chain always stays reachable from its root.
+
+        Args:
+            blocks: the block table.
+            owner: id of its sequence; None if unknown.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -191,10 +205,18 @@ class BlockPool:
             if self._hashes[block] is None:
                 self._free.append(block)
             else:
-                self._evictable[block] = None
+                self._evictable.add(block, owner)
 
-    def publish(self, block: int, digest: bytes) -> bool:
+    def publish(
+        self, block: int, digest: bytes, parent: bytes | None = None, position: int = 0
+    ) -> bool:
         """Add a computed, referenced block to the prefix cache unless its hash is there already.
+
+        Args:
+            block: the block.
+            digest: its hash.
+            parent: hash of the block before it; None for the first one of a prompt.
+            position: tokens before it.
 
         Returns:
             True if the block was added.
@@ -203,6 +225,7 @@ class BlockPool:
             return False
         self._hashes[block] = digest
         self._by_hash[digest] = block
+        self._evictable.on_published(block, digest, parent, position)
         for listener in self.listeners:
             listener.on_added(block, digest)
         return True
@@ -217,7 +240,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """Remove all blocks from the prefix cache; referenced blocks keep their references."""
-        self._free += reversed(self._evictable)
+        self._free += reversed(list(self._evictable))
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
@@ -253,7 +276,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._evictable.popitem(last=False)
+            block = self._evictable.pop(self.now)
             digest = self._hashes[block]
             assert digest is not None
             self._hashes[block] = None
@@ -263,6 +286,7 @@ class BlockPool:
 
     def _remove_digest(self, block: int, digest: bytes) -> None:
         del self._by_hash[digest]
+        self._evictable.on_removed(block)
         if self._states is not None:
             self._states.remove(digest)
         for listener in self.listeners:

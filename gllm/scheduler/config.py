@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gllm.options.field_types import convert_fields
 from gllm.options.options import INT32_MAX, EntryChoices, option
+from gllm.scheduler.eviction import EVICTION_NAMES
 from gllm.scheduler.lanes import LANE_NAMES
 from gllm.scheduler.policy_entry import BASELINE_ENTRIES, expand_policy, load_policy
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
@@ -229,6 +230,12 @@ class SchedulerConfig:
         "reuse the KV blocks of common prompt prefixes",
         flags=("--prefix-cache", "--enable-prefix-caching"),
         is_common=True,
+    )
+    prefix_cache_eviction: str = option(
+        "lru",
+        "cached KV blocks that are evicted first; lru: those used longest ago; return: those with "
+        "the least tokens to recompute times the learned rate at which their conversation returns",
+        choices=EVICTION_NAMES,
     )
     stages: int = field(default=1, metadata={"derived": True})
     """Number of pipeline stages: #PP_depth."""

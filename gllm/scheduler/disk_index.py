@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-DEFAULT_ATTENTION_SHARE = 1e-4
-"""Cost of attending to one token, divided by that of the rest of a token, until it is measured."""
+from gllm.scheduler.eviction import DEFAULT_ATTENTION_SHARE, recompute_cost
 
 
 class DiskBlock(NamedTuple):
@@ -72,7 +71,7 @@ class DiskPrefixIndex:
 
     def priority_of(self, position: int) -> float:
         """Return the priority of a block that is used now and has `position` tokens before it."""
-        return self._floor + 1.0 + self.attention_share * position
+        return self._floor + recompute_cost(position, self.attention_share)
 
     def add(self, block: DiskBlock) -> None:
         """Add a block; one that is there already is replaced."""

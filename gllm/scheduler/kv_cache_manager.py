@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gllm.scheduler.block_pool import BlockListener, BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.eviction import EvictionOrder, create_eviction
 from gllm.scheduler.kv_holds import KvHolds
 from gllm.scheduler.sequence import Sequence
 from gllm.scheduler.state_slots import StateCache, list_prefill_boundaries
@@ -38,13 +39,24 @@ class OffloadListener(BlockListener, ABC):
 class KVCacheManager:
     """Allocates KV blocks to sequences, shares cached prefixes between them and frees blocks."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, eviction: EvictionOrder | None = None) -> None:
+        """Create an empty cache.
+
+        Args:
+            config: resolved configuration.
+            eviction: order in which cached blocks are evicted; None: the configured one.
+        """
         self.states: StateCache | None = None
         """State slots of the recurrent layers; None for a model without any."""
         if config.num_state_slots:
             sizes = config.num_state_slots, config.max_num_seqs, config.block_size
             self.states = StateCache(*sizes)
-        self.block_pool = BlockPool(config.num_blocks, self.states)
+        if eviction is None:
+            eviction = create_eviction(config.prefix_cache_eviction)
+        self._eviction = eviction
+        self._has_visits = config.prefix_cache and self._eviction.follows_sequences
+        """The order of eviction depends on the sequences that arrive and end."""
+        self.block_pool = BlockPool(config.num_blocks, self.states, self._eviction)
         self.running: dict[int, Sequence] = {}
         """Sequences that hold blocks, by sequence id."""
         self.holds = KvHolds(self.block_pool)
@@ -108,10 +120,22 @@ class KVCacheManager:
         self.block_pool.adopt(digests)
         self._unreported.update(digests.values())
 
-    def refresh(self, sequence: Sequence) -> None:
-        """Evict the adopted blocks with which a new sequence can start after all others."""
+    def on_arrival(self, sequence: Sequence, now: float) -> None:
+        """Keep the blocks with which a new sequence can start, as the order of eviction permits.
+
+        Adopted blocks, of whose use nothing is known, are evicted after all others.
+        """
+        self.block_pool.now = now
+        if not (self._unreported or self._has_visits):
+            return
+        blocks = self.find_shareable_blocks(sequence)
         if self._unreported:
-            self.block_pool.refresh(self.find_shareable_blocks(sequence))
+            self.block_pool.refresh(blocks)
+        if self._has_visits:
+            request, num_full = sequence.request, sequence.prompt_len // self._block_size
+            hashes = sequence.get_block_hashes(num_full, self._block_size)
+            name = request.client, request.session
+            self._eviction.on_arrival(sequence.seq, *name, hashes, blocks, now)
 
     def can_extend_prefill(self, sequence: Sequence) -> bool:
         """Return True if at least one more prefill token of a sequence fits in the cache."""
@@ -162,7 +186,8 @@ class KVCacheManager:
         published: list[PublishedBlock] = []
         for index in range(sequence.num_published_blocks, num_full):
             block_id = sequence.block_ids[index]
-            if pool.publish(block_id, hashes[index]):
+            parent = hashes[index - 1] if index else None
+            if pool.publish(block_id, hashes[index], parent, index * self._block_size):
                 if self._offload is not None:
                     published.append(PublishedBlock(block_id, hashes[index], index))
                 self._report(sequence, index)
@@ -230,7 +255,10 @@ class KVCacheManager:
         """Free the blocks of a sequence without rows in flight."""
         if self.running.pop(sequence.seq, None) is not None and self.states is not None:
             self.states.free(sequence.seq)
-        self.block_pool.release(sequence.reset())
+        seq = sequence.seq
+        self.block_pool.release(sequence.reset(), seq if seq >= 0 else None)
+        if self._has_visits and sequence.is_finished:
+            self._eviction.on_end(seq, self.block_pool.now)
 
     def remaining_sequences(self) -> list[Sequence]:
         """Return the sequences with blocks that they do not free when their steps complete."""

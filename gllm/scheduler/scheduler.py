@@ -9,6 +9,7 @@ docs/scheduler.md proves that every sequence finishes.
 from collections.abc import Callable, Mapping
 
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.eviction import EvictionOrder
 from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
@@ -54,6 +55,7 @@ class Scheduler:
         create_transfers: constructor of `transfers`, with the arguments of SchedulerTransfers.
         create_drafter: creates what guesses the tokens of a sequence, if speculation is on; None
             for the configured method.
+        eviction: order in which cached blocks are evicted; by default the one that `config` names.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class Scheduler:
         output_lengths: OutputLengths | None = None,
         create_transfers: Callable[..., SchedulerTransfers] = SchedulerTransfers,
         create_drafter: CreateDrafter | None = None,
+        eviction: EvictionOrder | None = None,
     ) -> None:
         assert config.max_in_flight is not None
         self.config = config
-        self.kv_cache = KVCacheManager(config)
+        self.kv_cache = KVCacheManager(config, eviction)
         policy = self._policy = policy or create_policy(config)
         self._has_lanes = config.num_lanes > 1
         self._is_mixed = not self._has_lanes
@@ -124,7 +127,7 @@ class Scheduler:
         """
         request.check(self.config.max_model_len)
         sequence = self.table.add(request, now)
-        self.kv_cache.refresh(sequence)
+        self.kv_cache.on_arrival(sequence, now)
         self.transfers.add(sequence)
 
     def adopt_blocks(self, digests: Mapping[int, bytes]) -> None:
@@ -193,7 +196,7 @@ class Scheduler:
 
         Sequences whose KV can be fetched are left to `transfers.start_fetches`, called first.
         """
-        self._now = now
+        self._now = self.kv_cache.block_pool.now = now
         self._step_intervals.on_time(now)
         has_room = self._in_flight.has_room
         if True not in has_room or not self._sequences:

@@ -64,6 +64,10 @@ class SchedulerRequest(NamedTuple):
     is_kv_on_disk: bool = False
     """True if the KV of `kv_source_tokens` is in the prefix cache's disk tier, at no other engine.
     """
+    client: str = ""
+    """Name of the client that sent the request, such as the number of its API key."""
+    session: str = ""
+    """Name of the conversation among those of the client; empty: known by its prompt."""
 
     @property
     def is_fleet_handoff(self) -> bool:

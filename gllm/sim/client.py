@@ -28,9 +28,10 @@ class SimulatedClient:
         Args:
             requests: Sorted by time. May be a generator: only the next request is in memory.
         """
-        self._pipeline.loop.push_each(requests, ARRIVAL, self._send)
+        self._pipeline.loop.push_each(requests, ARRIVAL, self.send)
 
-    def _send(self, now: float, request: SchedulerRequest) -> None:
+    def send(self, now: float, request: SchedulerRequest) -> None:
+        """Send a request now; `now` is the present time of the event loop in seconds."""
         cost = self._pipeline.cost.request_transfer(self._pipeline.is_busy)
         self._free_time = max(self._free_time, now) + cost.occupancy_seconds
         # A connection between two processes keeps the order.

@@ -25,7 +25,7 @@ from gllm.sim.capacity import (
 )
 from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
 from gllm.sim.cluster.router import make_router
-from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.deployment import Deployment, simulate, simulate_sessions
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.delays import (
     DelayLimitStop,
@@ -35,6 +35,7 @@ from gllm.sim.metrics.delays import (
 )
 from gllm.sim.metrics.report import class_attainment, summarize_cluster, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
+from gllm.sim.metrics.session_turns import TurnResult, summarize_turns
 from gllm.sim.options import (
     SimulationConfig,
     build_deployment,
@@ -42,6 +43,7 @@ from gllm.sim.options import (
     check_request_lengths,
     table_model,
 )
+from gllm.sim.sessions import has_pauses
 from gllm.sim.workloads.classes import parse_shares
 from gllm.sim.workloads.length_predictions import (
     NoisyLengthPredictor,
@@ -173,10 +175,17 @@ def _run_engine(
     open_log: LogOpener | None,
 ) -> tuple[RequestRecords, SimulationResult]:
     """Simulate one engine; return the requests by position in the workload, and the figures."""
-    run = simulate(deployment, jobs, open_log("") if open_log else None)
+    log = open_log("") if open_log else None
+    turns: list[TurnResult] = []
+    if has_pauses(jobs) or config.hindsight:
+        run, turns = simulate_sessions(deployment, jobs, log, has_hindsight=config.hindsight)
+    else:
+        run = simulate(deployment, jobs, log)
     # Figures by operator are predictions too, which are not to be counted.
     below_range = dict(deployment.cost.num_below_range)
     summary = summarize_run(run, config.slo, deployment)
+    if turns:
+        summary["sessions"] = summarize_turns(turns)
     load = measure_load(list(run.requests.values()), summary["steady_requests_per_second"])
     return run.requests, SimulationResult(run, summary, {}, load, below_range)
 
@@ -203,6 +212,9 @@ def _simulate_engines(
     open_log: LogOpener | None = None,
     check: Callable[[], None] | None = None,
 ) -> ClusterRun:
+    if has_pauses(jobs) or config.hindsight:
+        flag = "--hindsight" if config.hindsight else f"--workload {config.workload}"
+        raise ValueError(f"{flag} is simulated with one engine: leave --engines out")
     names = [f"engine-{index}" for index in range(config.engines)]
     lengths = None
     if config.length_predictor is not None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.eviction import EvictionOrder
 from gllm.scheduler.kv_memory import divide_kv_memory
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.sequence import SchedulerRequest
@@ -16,6 +17,7 @@ from gllm.sim.depth_control import replay_depth, start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, build_hardware
+from gllm.sim.hindsight import HindsightEviction
 from gllm.sim.metrics.run_record import (
     DepthChange,
     RunRecord,
@@ -23,8 +25,15 @@ from gllm.sim.metrics.run_record import (
     build_run_record,
 )
 from gllm.sim.metrics.run_recorder import RunRecorder
+from gllm.sim.metrics.session_turns import TurnResult
+from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
+from gllm.sim.sessions import TurnSender, has_pauses
+from gllm.sim.workloads.requests import (
+    PromptTokens,
+    WorkloadRequest,
+    iterate_scheduler_requests,
+)
 
 if TYPE_CHECKING:
     from gllm.sim.metrics.delays import DelayLimitStop
@@ -110,6 +119,81 @@ def simulate(
     Raises:
         ValueError: A request is longer than the model's context.
     """
+    if has_pauses(jobs):
+        if stop is not None:
+            raise ValueError(
+                "the workload's requests wait for each other, so that it has no rate to search "
+                "for: leave --capacity out or choose another workload"
+            )
+        return simulate_sessions(deployment, jobs, log, check).record
+    recorder, pipeline = _create_pipeline(deployment, jobs, log, check)
+    requests = iterate_scheduler_requests(jobs)
+    if deployment.cost.request_transfer(is_busy=True).is_free:
+        pipeline.submit_each(requests)
+    else:
+        SimulatedClient(pipeline).send_each(requests)
+    if stop is None:
+        pipeline.loop.run()
+        return recorder.record
+    time = recorder.record.start.time
+    while True:
+        time += stop.interval_seconds
+        pipeline.loop.run(time)
+        if pipeline.loop.is_empty or stop.is_met(recorder.record.requests, time):
+            return recorder.record
+
+
+class SessionRun(NamedTuple):
+    """Result of a simulation of conversations."""
+
+    record: RunRecord
+    turns: list[TurnResult]
+    """Served requests of conversations."""
+
+
+def simulate_sessions(
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    log: Callable[[StepLogEvent], None] | None = None,
+    check: Callable[[], None] | None = None,
+    has_hindsight: bool = False,
+) -> SessionRun:
+    """Simulate a workload of conversations on one engine, whose turns may wait for each other.
+
+    Args:
+        deployment: Model, cost model and scheduler configuration of the engine.
+        jobs: Requests; those without a pause are sorted by arrival time.
+        log: Receives the events of the step log; None: no log.
+        check: Called now and then; an error that it raises ends the simulation.
+        has_hindsight: True to evict cached KV blocks by their next use (`HindsightEviction`);
+            False to evict them in the configured order.
+
+    Raises:
+        ValueError: A request is longer than the model's context.
+    """
+    prompts = PromptTokens()
+    eviction = None
+    if has_hindsight:
+        eviction = HindsightEviction(jobs, prompts, deployment.scheduler.block_size)
+    sender = TurnSender(jobs, prompts)
+    recorder, pipeline = _create_pipeline(deployment, jobs, log, check, [sender], eviction)
+    if deployment.cost.request_transfer(is_busy=True).is_free:
+        sender.start(pipeline.loop, lambda now, request: pipeline.submit(request, now))
+    else:
+        sender.start(pipeline.loop, SimulatedClient(pipeline).send)
+    pipeline.loop.run()
+    return SessionRun(recorder.record, sender.turns(recorder.record))
+
+
+def _create_pipeline(
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    log: Callable[[StepLogEvent], None] | None,
+    check: Callable[[], None] | None,
+    observers: Sequence[PipelineObserver] = (),
+    eviction: EvictionOrder | None = None,
+) -> tuple[RunRecorder, SimulatedPipeline]:
+    """Return the pipeline of a workload, before its first request, and what records it."""
     _check_lengths(deployment, (job.num_prompt_tokens + job.num_output_tokens for job in jobs))
     start = deployment.start_event(jobs[0].arrival_seconds if jobs else 0.0)
     cost = deployment.cost
@@ -119,26 +203,14 @@ def simulate(
     pipeline = SimulatedPipeline(
         deployment.scheduler,
         cost,
-        [recorder],
+        [recorder, *observers],
         log,
         loop=EventLoop(check=check),
         output_lengths=deployment.output_lengths,
+        eviction=eviction,
     )
     start_depth(pipeline, deployment.depth)
-    requests = iterate_scheduler_requests(jobs)
-    if cost.request_transfer(is_busy=True).is_free:
-        pipeline.submit_each(requests)
-    else:
-        SimulatedClient(pipeline).send_each(requests)
-    if stop is None:
-        pipeline.loop.run()
-        return recorder.record
-    time = start.time
-    while True:
-        time += stop.interval_seconds
-        pipeline.loop.run(time)
-        if pipeline.loop.is_empty or stop.is_met(recorder.record.requests, time):
-            return recorder.record
+    return recorder, pipeline
 
 
 def _check_lengths(deployment: Deployment, lengths: Iterable[int]) -> None:

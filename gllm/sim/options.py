@@ -21,10 +21,16 @@ from gllm.sim.profiled import (
     is_profile_file,
     profiled_deployment,
 )
+from gllm.sim.workloads.agents import AGENTS_HELP, DEFAULT_PAUSES, PAUSES_HELP, is_agents
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
 from gllm.sim.workloads.length_predictions import SIMULATED_HELP, predict_lengths
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
+from gllm.sim.workloads.requests import (
+    WorkloadRequest,
+    make_agents,
+    make_workload,
+    scale_request,
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,13 @@ class SimulationConfig:
         "which engine serves a request; deferred: requests wait until an engine can run them",
         choices=ROUTER_NAMES,
     )
-    workload: str = option("azure-conv", WORKLOAD_HELP, is_common=True)
+    workload: str = option("azure-conv", f"{WORKLOAD_HELP}; or {AGENTS_HELP}", is_common=True)
+    pauses: str = option(DEFAULT_PAUSES, f"{PAUSES_HELP} (default {DEFAULT_PAUSES})")
+    hindsight: bool = option(
+        False,
+        "evict the cached KV blocks whose next use is farthest in the future, which no server "
+        "knows: a yardstick for --prefix-cache-eviction with conversations",
+    )
     requests: int = option(1000, "number of requests", ge=1, le=INT32_MAX, is_common=True)
     rate: float = option(4.0, "requests per second", gt=0, le=1e9, is_common=True)
     arrivals: str = option(
@@ -195,14 +207,18 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
             f"--time-scale {config.time_scale:g} stretches the times of a replay, and --arrivals "
             f"is {config.arrivals}: choose replay, or another --rate"
         )
-    requests = make_workload(
-        config.workload,
-        config.requests,
-        config.rate,
-        config.arrivals,
-        config.seed,
-        config.time_scale,
-    )
+    if is_agents(config.workload):
+        arguments = config.workload, config.rate, config.arrivals, config.seed, config.pauses
+        requests = make_agents(*arguments)
+    else:
+        requests = make_workload(
+            config.workload,
+            config.requests,
+            config.rate,
+            config.arrivals,
+            config.seed,
+            config.time_scale,
+        )
     requests = [
         scale_request(request, config.length_scale, config.max_request_tokens)
         for request in requests

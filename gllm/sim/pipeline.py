@@ -17,6 +17,7 @@ from gllm.observability.step_log import (
 from gllm.pacing.slack import StageClock, decode_round_seconds
 from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.eviction import EvictionOrder
 from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.lanes import LaneOrder
 from gllm.scheduler.output_lengths import OutputLengths
@@ -36,9 +37,8 @@ from gllm.sim.event_loop import (
 )
 from gllm.sim.link import MessageLink, make_link
 from gllm.sim.observer import PipelineObserver, SchedulerCall
+from gllm.sim.workloads.requests import OUTPUT_TOKEN_ID
 
-OUTPUT_TOKEN_ID = 1
-"""Id of every simulated output token."""
 MAX_REUSED_TOKENS = 4096
 """Number of SampledToken objects that are kept for the next steps of their sequences."""
 
@@ -404,6 +404,7 @@ class SimulatedPipeline:
             start.
         devices: Device of each stage, shared with other engines; default: new devices.
         kv_listener: Transfers KV cache between engines; None: no transfers.
+        eviction: Order in which cached KV blocks are evicted; None: the configured one.
 
     Raises:
         ValueError: The links do not match the number of stages, or use another event loop.
@@ -422,6 +423,7 @@ class SimulatedPipeline:
         output_lengths: OutputLengths | None = None,
         devices: Sequence[SimulatedDevice] | None = None,
         kv_listener: KvRequestListener | None = None,
+        eviction: EvictionOrder | None = None,
     ) -> None:
         self.loop = loop or EventLoop()
         self.cost = cost
@@ -430,9 +432,9 @@ class SimulatedPipeline:
         _check_links(self.links, config.stages, self.loop)
         self.is_stopped = False
         self.scheduler = (
-            Scheduler(config, output_lengths=output_lengths)
+            Scheduler(config, output_lengths=output_lengths, eviction=eviction)
             if log is None
-            else LoggedScheduler(config, log, lambda: self.loop.now, output_lengths)
+            else LoggedScheduler(config, log, lambda: self.loop.now, output_lengths, eviction)
         )
         self._kv_listener = kv_listener
         self.reports_step_times = reports_step_times and (

@@ -51,6 +51,47 @@ def test_serve(
     assert result["max_concurrent_requests"] <= (4 if "--max-concurrency" in flags else 12)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--endpoint", "/v1/chat/completions"], marks=pytest.mark.full),
+        pytest.param(["--no-session-header"], marks=pytest.mark.full),
+    ],
+)
+def test_sessions(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    file = tmp_path / "result.json"
+    load = ["--workload", "agents:3,3,17,8,4,3", "--pauses", "fixed:0.05", "--rate", "50"]
+    to = ["--base-url", server.url, "--save-result", str(file), "--no-progress"]
+    assert main(["sessions", *load, *to, *flags]) == 0
+    report = capsys.readouterr().out
+    assert "sessions: 3, 6 later turns" in report
+    result = json.loads(file.read_text())
+    assert (result["completed"], result["failed"]) == (9, 0)
+    # All of the turn before is in the cache but its last token and the rest of a block of 16.
+    assert 0 < result["recomputed_tokens"] <= 16 * 6
+    assert result["hit_share"] > 0.4
+    assert set(result["later_ttft"]) == {"mean", "p50", "p90", "p99"}
+    assert "api_key" not in result["configuration"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workload", "sessions"], "has to be agents or"),
+        (["--workload", "agents:1"], "agents takes AGENTS,TURNS"),
+        (["--pauses", "slow"], "choose fixed:S"),
+    ],
+)
+def test_sessions_refuse_other_loads(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(["sessions", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_ctrl_c_ends_the_load_with_a_report(server: Server) -> None:
     code = "import sys; from gllm.__main__ import main; sys.exit(main())"

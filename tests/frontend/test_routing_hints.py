@@ -3,6 +3,8 @@
 import pytest
 
 from gllm.engine.interface import EngineUnavailableError, OverloadedError
+from gllm.frontend.fields.generation import SamplingFields
+from gllm.frontend.routing_hints import read_routing_hints
 from gllm.options.slo import Slo
 from tests.frontend.conftest import serving
 from tests.frontend.test_conventions import scrape
@@ -60,6 +62,20 @@ async def test_fields_override_headers_and_headers_flags(engine):
         assert (await hints(server, headers=headers))[0] == Slo(1.0, 2.0)
         given = {"slo_ttft": 0.5, "prompt_cache_key": "field"}
         assert await hints(server, headers=headers, **given) == (Slo(0.5, 2.0), "field")
+
+
+async def test_the_client_is_the_number_of_its_key(engine):
+    keys = "first-key-of-the-server", "other-key-of-the-server"
+    async with serving(engine, api_key=keys) as server:
+        for number, key in enumerate(keys):
+            await hints(server, headers={"Authorization": f"Bearer {key}"})
+            assert server.engine.calls[-1].client == f"key {number}"
+
+
+def test_a_session_that_is_no_utf_8_is_text():
+    """Messages to the driver encode it."""
+    hints = read_routing_hints({"x-session-id": "a\udcffb"}, SamplingFields(), Slo())
+    assert hints.session == "a?b"
 
 
 @pytest.mark.parametrize("name", ["x-session-token", "x-session-id", "X-Dynamo-Session-ID"])

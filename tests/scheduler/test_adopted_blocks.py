@@ -47,9 +47,9 @@ class LaggingPipeline(Pipeline):
     """A pipeline whose stages compute a step at any time between its plan and its commit."""
 
     def __init__(
-        self, config: SchedulerConfig, forces: bool, rng: Random, drafter: Any = None
+        self, config: SchedulerConfig, forces: bool, rng: Random, **drafters: Any
     ) -> None:
-        super().__init__(config, forces, drafter)
+        super().__init__(config, forces, **drafters)
         self.hashes = HashStore()
         self.scheduler.kv_cache.block_pool.listeners.append(self.hashes)
         self._rng = rng
@@ -139,12 +139,12 @@ def test_kept_blocks_have_the_tokens_of_their_hashes(
     The pipeline checks the context of every row on every stage.
     """
     rng = Random(seed)
-    config, drafter = replace(setting[0], prefix_cache=True), setting[1]
-    pipeline = LaggingPipeline(config, forces, rng, drafter)
+    config, drafters = replace(setting[0], prefix_cache=True), setting[1]
+    pipeline = LaggingPipeline(config, forces, rng, **drafters)
     life = Epochs(pipeline)
     drive(life, rng, rng.randint(1, 150))
     for _ in range(3):
-        successor = LaggingPipeline(config, forces, rng, drafter)
+        successor = LaggingPipeline(config, forces, rng, **drafters)
         successor.follow(pipeline, num_damaged=rng.choice([0, 0, 3]))
         life.cut(successor)
         pipeline = successor

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import KV_ADMISSION_NAMES, SchedulerConfig
+from gllm.scheduler.eviction import EVICTION_NAMES
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.examples import further_runs, num_examples
@@ -46,6 +47,7 @@ def configs(draw: st.DrawFn, lanes: str = "1", has_states: bool | None = None) -
         async_scheduling=draw(st.booleans()),
         block_size=block_size,
         prefix_cache=draw(st.booleans()),
+        prefix_cache_eviction=draw(st.sampled_from(EVICTION_NAMES)),
     )
     stages = draw(st.integers(int(lanes), 8))
     num_blocks = blocks + draw(st.integers(0, 3 * blocks))
@@ -79,6 +81,8 @@ def random_request(
         cache_salt=rng.choice(["", "salt"]),
         n=rng.choice([1, 1, 1, 3]),
         reads_prefix_cache=rng.random() < 0.8,
+        client=rng.choice(["", "key 1"]),
+        session=rng.choice(["", "", "a", "b"]),
     )
 
 

@@ -29,9 +29,8 @@ from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate_scheduler_requests
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
-from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.replay import replay_calls, replay_step_times
-from gllm.sim.workloads.requests import make_workload
+from gllm.sim.workloads.requests import OUTPUT_TOKEN_ID, make_workload
 from tests.support.full_cases import full_but
 from tests.support.sim.requests import to_scheduler_requests
 from tests.support.sim.step_logs import lengthen_first_row

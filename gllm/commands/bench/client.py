@@ -61,11 +61,19 @@ class StreamChoice(msgspec.Struct):
         return int(bool(self.output_text or (self.delta and self.delta.tool_calls)))
 
 
+class StreamPromptDetails(msgspec.Struct):
+    """`prompt_tokens_details` of a `usage` object."""
+
+    cached_tokens: int | None = None
+    """Prompt tokens that were in the server's prefix cache; None if it does not say."""
+
+
 class StreamUsage(msgspec.Struct):
     """`usage` object of a streamed chunk: the server's counts of prompt and output tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: StreamPromptDetails | None = None
 
 
 class StreamChunk(msgspec.Struct):
@@ -90,6 +98,10 @@ class RequestResult:
     end: float = 0.0
     text_parts: list[str] = field(default_factory=list)
     """Text of the output, one entry per chunk."""
+    token_ids: list[int] = field(default_factory=list)
+    """Ids of the output, if the server sends them."""
+    cached_tokens: int | None = None
+    """Prompt tokens in the server's prefix cache; None if it does not say."""
     failure: str = ""
     """Kind of failure; empty if the request succeeded."""
     detail: str = ""
@@ -121,7 +133,10 @@ def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRe
     """Return the JSON body of a streaming request with a given prompt and output length."""
     body: dict[str, Any] = {"model": model}
     if config.chat:
-        body["messages"] = [{"role": "user", "content": planned.prompt}]
+        is_text = isinstance(planned.prompt, str)
+        body["messages"] = (
+            [{"role": "user", "content": planned.prompt}] if is_text else planned.prompt
+        )
     else:
         body["prompt"] = planned.prompt
     body["max_tokens"] = planned.output_tokens
@@ -192,10 +207,13 @@ async def _read_stream(response: aiohttp.ClientResponse, result: RequestResult) 
             for choice in chunk.choices:
                 result.timeline.record_output(now, choice.num_tokens)
                 result.text_parts.append(choice.output_text)
+                result.token_ids += choice.token_ids or ()
                 has_ended = has_ended or choice.finish_reason is not None
             if chunk.usage is not None:
                 result.prompt_tokens = chunk.usage.prompt_tokens
                 result.timeline.num_tokens = chunk.usage.completion_tokens
+                if (details := chunk.usage.prompt_tokens_details) is not None:
+                    result.cached_tokens = details.cached_tokens
     if not has_ended:
         result.fail("cut off", "the stream ended without [DONE] or a finish reason")
 
@@ -255,12 +273,12 @@ async def run_load(
                         await asyncio.sleep(wait)
                     group.create_task(send_one(index))
 
-        result.interrupted = await _run_until_interrupted(asyncio.ensure_future(send_all()))
+        result.interrupted = await run_until_interrupted(asyncio.ensure_future(send_all()))
     result.seconds = time.monotonic() - result.begin
     return result
 
 
-async def _run_until_interrupted(work: "asyncio.Future[None]") -> bool:
+async def run_until_interrupted(work: "asyncio.Future[None]") -> bool:
     """Run a task until it ends or SIGINT cancels it; return True if SIGINT did."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, work.cancel)

@@ -5,6 +5,7 @@ import sys
 
 BENCHMARKS = {
     "serve": "send load to an OpenAI-compatible server over HTTP",
+    "sessions": "agents that return after pauses: tokens recomputed, TTFT of later turns",
     "throughput": "offline throughput of an engine in this process",
     "latency": "latency of one batch on an engine in this process",
 }

@@ -98,7 +98,8 @@ class PlannedRequest(NamedTuple):
 
     arrival: float
     """Seconds since the first request."""
-    prompt: str | list[int]
+    prompt: str | list[int] | list[dict[str, str]]
+    """Text, token ids, or the messages of a chat."""
     prompt_tokens: int
     """Number of token ids, or of words: the model's tokenizer is not available here."""
     output_tokens: int
@@ -131,7 +132,7 @@ def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
         if isinstance(row.prompt, tuple):
             prompt = _join_parts(row.prompt, config.load.seed, prompt_vocab_size)
         else:
-            prompt = _prompt_of(row.prompt, rng, prompt_vocab_size)
+            prompt = make_prompt(row.prompt, rng, prompt_vocab_size)
         if config.chat and not isinstance(prompt, str):
             raise ValueError(f"{config.load.workload}: chat takes text, but a prompt is token ids")
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
@@ -153,7 +154,7 @@ def warmup_requests(
     prompt_vocab_size = None if config.text_prompts else vocab_size
     return [
         planned._replace(
-            prompt=_prompt_of(planned.prompt_tokens, rng, prompt_vocab_size), session=""
+            prompt=make_prompt(planned.prompt_tokens, rng, prompt_vocab_size), session=""
         )
         for planned in load[: config.num_warmups]
     ]
@@ -226,10 +227,16 @@ def _priorities(config: ServeConfig, rows: list[TraceRow]) -> list[int] | list[N
     return sample_labels(owners, shares, f"priorities {config.load.seed}")
 
 
-def _prompt_of(
+def make_prompt(
     prompt: int | str | list[int], rng: random.Random, vocab_size: int | None
 ) -> str | list[int]:
-    """Return a given prompt, or a random one of that many ids below vocab_size, or of words."""
+    """Return a given prompt, or a random one of that many ids below vocab_size, or of words.
+
+    Args:
+        prompt: Number of tokens, or the prompt itself.
+        rng: Random number generator.
+        vocab_size: Number of token ids; None for words.
+    """
     if not isinstance(prompt, int):
         return prompt
     if vocab_size is None:
@@ -242,7 +249,7 @@ def _join_parts(
 ) -> str | list[int]:
     """Return a prompt of random ids or words in which equal parts are equal."""
     drawn = [
-        _prompt_of(part.num_tokens, random.Random(f"{seed} {part.key}"), vocab_size)
+        make_prompt(part.num_tokens, random.Random(f"{seed} {part.key}"), vocab_size)
         for part in parts
     ]
     if vocab_size is None:

@@ -386,6 +386,8 @@ class Driver:
             message.outputs,
             message.age_seconds,
             predicted_output_tokens=message.predicted_output_tokens,
+            client=message.client,
+            session=message.session,
         )
         if self.kv is not None:
             request = self.kv.add_transfer_fields(request, message)

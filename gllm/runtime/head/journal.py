@@ -36,7 +36,8 @@ class JournalEntry:
     arrival: float
     """Time of the first submission, in seconds of the caller's clock."""
     session: str = ""
-    """Requests of one session have prefixes in common; for the choice of an engine."""
+    """Requests of one session have prefixes in common; for the choice of an engine, and of the
+    cached blocks that are kept."""
     slo: Slo | None = None
     """Service-level objective, for the choice of an engine."""
     engine: str = ""
@@ -51,6 +52,8 @@ class JournalEntry:
     kv_source: KvSource | None = None
     """As in SubmitRequest; for the next submission only, because a ticket is used once."""
     predicted_output_tokens: int = 0
+    """As in SubmitRequest."""
+    client: str = ""
     """As in SubmitRequest."""
     length_estimate: LengthEstimate | None = None
     """Predicted length of each output; None before the first prediction."""
@@ -114,6 +117,7 @@ class JournalEntry:
         entry.kv_ticket, entry.kv_source = message.kv_ticket, message.kv_source
         entry.is_ticket_foreign = message.is_ticket_foreign
         entry.predicted_output_tokens = message.predicted_output_tokens
+        entry.session, entry.client = message.session, message.client
         entry.n = choices[-1] + 1
         entry.alive = set(choices)
         entry.outputs = dict(zip(choices, outputs, strict=True))
@@ -168,6 +172,8 @@ class JournalEntry:
             predicted_output_tokens=self.predicted_output_tokens,
             reports_first_chunk=self.reports_first_chunk,
             is_ticket_foreign=self.is_ticket_foreign,
+            session=self.session,
+            client=self.client,
         )
 
     def on_submitted(self, first_seq: int) -> None:

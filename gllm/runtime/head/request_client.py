@@ -72,6 +72,7 @@ class RequestClient(ABC):
         session: str = "",
         slo: Slo | None = None,
         handoff: KvHandoff | None = None,
+        client: str = "",
     ) -> RequestStream:
         """Send a request to a scheduler, or park it.
 
@@ -84,9 +85,10 @@ class RequestClient(ABC):
             priority: requests with smaller values run earlier.
             cache_salt: cached prefixes are shared within one salt.
             request_id: for `abort_request`.
-            session: requests of one session have prefixes in common.
+            session: name of a conversation, whose requests have prefixes in common.
             slo: service-level objective.
             handoff: part of it in a hand-off; None without one.
+            client: name of the client that sent it; empty for none.
 
         Raises:
             TypeError, ValueError, OverflowError: an argument cannot be encoded; nothing was sent.
@@ -96,6 +98,7 @@ class RequestClient(ABC):
         entry = JournalEntry(
             prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt, arrival, session, slo
         )
+        entry.client = client
         if handoff is not None:
             entry.kv_ticket, entry.kv_source = handoff.ticket, handoff.source
             entry.is_ticket_foreign = handoff.is_ticket_foreign

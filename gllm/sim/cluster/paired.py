@@ -41,9 +41,8 @@ from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.cluster.router import ClusterRouter, RouterNeeds, make_router
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT, EventLoop
-from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.workloads.length_predictions import OracleLengthPredictor, make_query
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.workloads.requests import OUTPUT_TOKEN_ID, WorkloadRequest
 
 TransferSeconds = Callable[[int], float]
 """Returns the part of a KV transfer's time in seconds that does not overlap with computation, by

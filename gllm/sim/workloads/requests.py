@@ -10,8 +10,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.workloads.agents import DEFAULT_PAUSES, sample_agent_turns
 from gllm.sim.workloads.lengths import parse_numbers, read_workload_trace, sample_lengths
 from gllm.sim.workloads.sessions import PromptPart, is_sessions, sample_turns
+
+OUTPUT_TOKEN_ID = 1
+"""Id of every simulated output token."""
 
 
 def sample_arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
@@ -67,6 +71,9 @@ class WorkloadRequest(NamedTuple):
     """Name of the SLO class, which has its own latency limits; empty for none."""
     predicted_output_tokens: int = 0
     """Predicted length of the output; 0 for none."""
+    pause_seconds: float | None = None
+    """Time from the end of the conversation's request before this one in the list to the arrival;
+    None if it arrives at `arrival_seconds`."""
 
 
 def make_workload(
@@ -81,7 +88,7 @@ def make_workload(
 
     Args:
         workload: Name of a trace, a file of lengths, a length distribution, or `sessions` for
-            conversations.
+            conversations. `make_agents` makes those of agents.
         count: Number of requests.
         rate: Requests per second, unless the arrivals are `replay`.
         arrivals: Arrival process (`sample_arrival_times`), or `replay` for the first requests of a
@@ -123,6 +130,41 @@ def make_workload(
         ]
     lengths = sample_lengths(workload, count, seed)
     return [WorkloadRequest(time, *pair) for time, pair in zip(times, lengths, strict=True)]
+
+
+def make_agents(
+    workload: str,
+    rate: float,
+    arrivals: str = "poisson",
+    seed: int = 0,
+    pauses: str = DEFAULT_PAUSES,
+) -> list[WorkloadRequest]:
+    """Return the requests of agents, of which all but the first of each have a pause.
+
+    Args:
+        workload: `agents`, with or without parameters.
+        rate: Agents that begin per second.
+        arrivals: Process by which agents begin (`sample_arrival_times`).
+        seed: Seed of the random numbers.
+        pauses: Distributions of the pauses; see PAUSES_HELP.
+
+    Raises:
+        ValueError: The workload, the arrivals or the pauses are invalid.
+    """
+    agents = sample_agent_turns(workload, pauses, seed)
+    times = sample_arrival_times(arrivals, len(agents), rate, seed)
+    return [
+        WorkloadRequest(
+            time,
+            sum(part.num_tokens for part in turn.parts),
+            turn.num_output_tokens,
+            turn.parts,
+            str(turn.session),
+            pause_seconds=turn.pause_seconds if turn.turn else None,
+        )
+        for time, turns in zip(times, agents, strict=True)
+        for turn in turns
+    ]
 
 
 def longest_job(jobs: Iterable[WorkloadRequest]) -> int:
@@ -180,24 +222,45 @@ def iterate_scheduler_requests(
     Args:
         jobs: Requests sorted by arrival time.
     """
-    base = 0
-    first_ids: dict[int, int] = {}
+    prompts = PromptTokens()
     for seq, job in enumerate(jobs):
-        prompt: Sequence[int]
-        if job.parts:
-            prompt = []
-            for key, num_tokens in job.parts:
-                first = first_ids.setdefault(key, base)
-                base = max(base, first + num_tokens)
-                prompt += range(first, first + num_tokens)
-        else:
-            prompt = range(base, base + job.num_prompt_tokens)
-            base = prompt.stop
-        request = SchedulerRequest(
+        yield job.arrival_seconds, prompts.make_request(seq, job)
+
+
+class PromptTokens:
+    """Token ids of the prompts of a workload, which are equal where their parts are the same."""
+
+    def __init__(self) -> None:
+        self._base = 0
+        self._first_ids: dict[int, int] = {}
+
+    def make_request(self, seq: int, job: WorkloadRequest) -> SchedulerRequest:
+        """Return a request of the workload as the scheduler gets it.
+
+        Args:
+            seq: Id of its sequence.
+            job: The request.
+        """
+        return SchedulerRequest(
             seq,
-            prompt,
+            self._make_prompt(job),
             job.num_output_tokens,
             priority=job.priority,
             predicted_output_tokens=job.predicted_output_tokens,
+            session=job.session,
         )
-        yield job.arrival_seconds, request
+
+    def _make_prompt(self, job: WorkloadRequest) -> Sequence[int]:
+        if not job.parts:
+            prompt = range(self._base, self._base + job.num_prompt_tokens)
+            self._base = prompt.stop
+            return prompt
+        token_ids: list[int] = []
+        for part in job.parts:
+            if part.is_output:
+                token_ids += [OUTPUT_TOKEN_ID] * part.num_tokens
+                continue
+            first = self._first_ids.setdefault(part.key, self._base)
+            self._base = max(self._base, first + part.num_tokens)
+            token_ids += range(first, first + part.num_tokens)
+        return token_ids

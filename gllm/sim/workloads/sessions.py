@@ -24,6 +24,8 @@ class PromptPart(NamedTuple):
     key: int
     """Identity of the part: parts with the same key have the same tokens."""
     num_tokens: int
+    is_output: bool = False
+    """True for the answer to an earlier prompt, which an engine has in its own words."""
 
 
 class SessionTurn(NamedTuple):

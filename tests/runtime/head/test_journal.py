@@ -30,6 +30,7 @@ def submission(**fields: Any) -> SubmitRequest:
         submission(n=1, choices=[2**31 - 1]),
         submission(kv_ticket=2**63 - 1, predicted_output_tokens=7),
         submission(kv_ticket=5, is_ticket_foreign=True),
+        submission(session="agent", client="key 1"),
         submission(outputs=[[4]], kv_source=SOURCE),
     ],
 )

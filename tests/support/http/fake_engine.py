@@ -50,6 +50,7 @@ class Call:
     slo: Slo | None = None
     session: str = ""
     handoff: KvHandoff | None = None
+    client: str = ""
     aborted: bool = False
     closed: bool = False
     finished: bool = False
@@ -306,6 +307,7 @@ class FakeEngine:
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        client: str = "",
         handoffs: Sequence[KvHandoff] = (),
     ) -> "list[FakeRequest]":
         prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
@@ -315,7 +317,7 @@ class FakeEngine:
             to_grammar_source(params.structured)
         given = (params, priority, cache_salt, request_id, slo, session)
         parts = zip_longest(prompts, handoffs)
-        calls = [Call(prompt, *given, handoff) for prompt, handoff in parts]
+        calls = [Call(prompt, *given, handoff, client) for prompt, handoff in parts]
         self.calls += calls
         if self.raises is not None:
             for call in calls:
