@@ -46,9 +46,7 @@ class HashStore(BlockListener):
 class LaggingPipeline(Pipeline):
     """A pipeline whose stages compute a step at any time between its plan and its commit."""
 
-    def __init__(
-        self, config: SchedulerConfig, forces: bool, rng: Random, **drafters: Any
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, forces: bool, rng: Random, **drafters: Any) -> None:
         super().__init__(config, forces, **drafters)
         self.hashes = HashStore()
         self.scheduler.kv_cache.block_pool.listeners.append(self.hashes)
