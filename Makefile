@@ -8,7 +8,7 @@ STAMP := .venv/.ready
 # much CPU time as the rest of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup serve lint check test test-all test-long coverage test-router test-installed test-cpus test-triton-3.6 format browser
+.PHONY: setup serve lint check test test-all test-long coverage experiments test-router test-installed test-cpus test-triton-3.6 format browser
 
 setup: $(STAMP)
 
@@ -73,6 +73,11 @@ test-long: $(STAMP)
 # as slow.
 coverage: $(STAMP)
 	$(UNIT) -m "not long" --cov --cov-report=term:skip-covered
+
+# All pages of experiments/pages again, by the commands that they name; ARGS: "--lane simulation", or names of pages. Pages on
+# emulated devices need a machine with nothing else to do.
+experiments: $(STAMP)
+	$(BIN)/python -m experiments.remake $(ARGS)
 
 # The tests of servers over HTTP with a router and two engines as the server. What they leave out looks at a pipeline's
 # own processes and profiles.

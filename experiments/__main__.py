@@ -37,6 +37,10 @@ EXPERIMENTS = {
     "interference": ("interference", "requests that slow each other down; --real: this engine"),
     "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
     "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
+    "splitwise-curves": (
+        "splitwise_curves",
+        "Splitwise: provisioning, transfers, latency by load",
+    ),
     "tetri": ("tetri", "TetriInfer: its workloads against colocated engines"),
     "aladdin": ("aladdin", "Aladdin: GPUs per worker, workers saved by placement, scaling rule"),
     "hexgen2": ("hexgen2", "HexGen-2: plans for unlike devices beside the paper's throughput"),
@@ -78,7 +82,7 @@ MODES: dict[str, Collection[str]] = {"real": REAL, "emulated": EMULATED}
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
-    names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
+    names = "\n".join(f"  {name:20}{text}" for name, (_, text) in EXPERIMENTS.items())
     parser = FlagParser(
         prog="python -m experiments",
         description=__doc__.splitlines()[0],

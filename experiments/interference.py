@@ -13,6 +13,7 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, ExpectedLimit, PaperClaim
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import RooflineCostModel
+from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import build_hardware
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
@@ -90,6 +91,16 @@ class InterferencePlan:
         return list(dict.fromkeys(steps))
 
 
+PREDICTOR = ModelShape(
+    12, 768, 12, 12, 3072, 50272, head_dim=64, tied=True, gated=False, positions=2050
+)
+"""OPT-125M, TetriInfer's length predictor."""
+PREDICTED_PROMPTS = (128, 256, 512)
+"""Tokens of a prompt whose output is predicted; longer prompts are predicted alone."""
+CHUNK_TOKENS = 512
+"""Tokens of a prefill chunk, which the prediction runs beside."""
+CORUN_LATENCY, CORUN_THROUGHPUT = 0.10, -0.12
+"""Paper, Figure 17: change of the prefill's latency and throughput by the predictor beside it."""
 StepTimes = dict[MixedStep, float]
 """Seconds of each micro-batch of a plan."""
 
@@ -124,19 +135,67 @@ def simulate_steps(setting: InterferenceSetting, plan: InterferencePlan) -> Step
     return {step: cost.stage_seconds(0, step.stage_work()) for step in plan.all_steps()}
 
 
+def predictor_seconds(num_tokens: int) -> float:
+    """Return the time of the length predictor for a prompt, on one of TetriInfer's GPUs.
+
+    Args:
+        num_tokens: Tokens of the prompt.
+    """
+    hardware = build_hardware("opt-125m", TETRI.device, 1, shape=PREDICTOR)
+    return RooflineCostModel(hardware).stage_seconds(0, MixedStep((num_tokens,)).stage_work())
+
+
+def predictor_section(chunk_seconds: float) -> tuple[str, list[PaperClaim]]:
+    """Return the prefill beside the length predictor, and the claims of Figure 17.
+
+    Args:
+        chunk_seconds: Time of a prefill chunk of CHUNK_TOKENS alone.
+    """
+    rows, rises = [], {}
+    for num_tokens in PREDICTED_PROMPTS:
+        seconds = predictor_seconds(num_tokens)
+        rise = rises[num_tokens] = seconds / chunk_seconds
+        changes = [f"{100 * change:+.1f} %" for change in (rise, 1 / (1 + rise) - 1)]
+        times = [show_value(each, 1e3) for each in (seconds, chunk_seconds)]
+        rows.append([str(num_tokens), *times, *changes])
+    text = (
+        f"{TETRI.model} on {TETRI.device} x {TETRI.ranks}, a chunk of {CHUNK_TOKENS} tokens beside "
+        "OPT-125M, which predicts the output length\nof one prompt on one of the GPUs. Both take "
+        "turns there, so that the chunk ends later by the whole prediction; the\npaper measures "
+        "both at once (Figure 17).\n\n"
+    )
+    header = ["prompt, tokens", "prediction, ms", "chunk, ms", "latency", "throughput"]
+    most = rises[PREDICTED_PROMPTS[-1]]
+    return text + format_table(header, rows), [
+        PaperClaim(
+            "Figure 17: latency of prefill beside the length predictor",
+            ExpectedChange(CORUN_LATENCY),
+            most,
+        ),
+        PaperClaim(
+            "Figure 17: throughput of prefill beside the length predictor",
+            ExpectedChange(CORUN_THROUGHPUT),
+            1 / (1 + most) - 1,
+        ),
+    ]
+
+
 def run(options: ExperimentOptions) -> ExperimentResult:
     """Compute all micro-batches on the papers' models and devices."""
     plan = InterferencePlan()
     settings = SETTINGS[:1] if options.quick else SETTINGS
     series = {str(setting): simulate_steps(setting, plan) for setting in settings}
+    tetri = series[str(TETRI)]
+    predictor, predictor_claims = predictor_section(tetri[MixedStep((CHUNK_TOKENS,))])
     text = (
         "Simulated: times of single micro-batches by the "
-        "[roofline](../simulator-costs.md#roofline), no queues. "
+        "[roofline](../../docs/simulator-costs.md#roofline), no queues. "
         "The requests of one micro-batch wait for all of it.\n\n"
         + interference_tables(series, plan)
+        + f"\n\n## Length predictor beside the prefill\n\n{predictor}"
         + f"\n\n## Why the phases are separated\n\n{_phase_text(series, plan)}"
     )
-    claims = interference_claims(str(TETRI), series[str(TETRI)], plan)
+    claims = interference_claims(str(TETRI), tetri, plan) + predictor_claims
     return ExperimentResult(
         "Interference in a micro-batch",
         text,

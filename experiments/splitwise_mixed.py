@@ -28,7 +28,7 @@ from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.hardware.machines import ClusterDesign
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
-from gllm.sim.metrics.slowdowns import check_slos
+from gllm.sim.metrics.slowdowns import SloMargin, check_slos
 from gllm.sim.workloads.requests import make_workload
 
 LOCAL_POLICY = "splitwise"
@@ -53,7 +53,14 @@ class HomePoolsPolicy(SplitwisePairPolicy):
 
 
 def serves_point(point: ClusterPoint, has_mixed_pool: bool = True, num_stages: int = 1) -> bool:
-    """Return True if a cluster serves a point within all nine SLOs, as one simulated cluster.
+    """Return True if a cluster serves a point within all nine SLOs; see `measure_margins`."""
+    return all(margin.is_met for margin in measure_margins(point, has_mixed_pool, num_stages))
+
+
+def measure_margins(
+    point: ClusterPoint, has_mixed_pool: bool = True, num_stages: int = 1
+) -> list[SloMargin]:
+    """Return the nine slowdowns of a point with their limits, as one simulated cluster.
 
     Args:
         point: The point. Its design counts engines.
@@ -90,7 +97,7 @@ def serves_point(point: ClusterPoint, has_mixed_pool: bool = True, num_stages: i
     policy = (SplitwisePairPolicy if has_mixed_pool else HomePoolsPolicy)(Random(point.seed))
     run = simulate_pairs(engines, roles, jobs, policy, network)
     lines = [run.cluster.requests[index].line for index in range(len(jobs))]
-    return all(margin.is_met for margin in check_slos(pair_latencies(lines, jobs, point.model)))
+    return check_slos(pair_latencies(lines, jobs, point.model))
 
 
 @dataclass(frozen=True)

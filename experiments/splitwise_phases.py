@@ -121,7 +121,7 @@ def table_iv() -> tuple[str, list[PaperClaim]]:
     return format_table(["Table IV", "paper", "ours", "ratio"], rows), claims
 
 
-def _transfer_costs(model: str, machine: MachineType, num_prompt_tokens: int) -> TransferCosts:
+def transfer_costs(model: str, machine: MachineType, num_prompt_tokens: int) -> TransferCosts:
     """Return the costs of sending a prompt's KV cache over all network cards of a machine."""
     shape = MODELS[MODEL_NAMES[model]]
     seconds = read_splitwise_profile(model, machine.device).prompt_seconds(num_prompt_tokens)
@@ -142,7 +142,7 @@ def second_token_seconds(
     after it, as long as a layer's transfer takes no longer than its computation.
     """
     profile = read_splitwise_profile(model, machine.device)
-    costs = _transfer_costs(model, machine, num_prompt_tokens)
+    costs = transfer_costs(model, machine, num_prompt_tokens)
     mode = TransferMode.SERIALIZED if is_serialised else TransferMode.PER_LAYER
     visible = costs.visible_seconds(mode, num_prompt_tokens)
     alone = profile.token_seconds(1)
@@ -183,7 +183,7 @@ def next_turn_table() -> str:
             machine = read_machine_types()[name]
             prompt_seconds = read_splitwise_profile(model, machine.device).prompt_seconds
             for history in HISTORY_TOKENS:
-                costs = _transfer_costs(model, machine, history)
+                costs = transfer_costs(model, machine, history)
                 transfer = costs.visible_seconds(TransferMode.SERIALIZED, history)
                 again = prompt_seconds(history + TURN_TOKENS)
                 back = transfer + prompt_seconds(TURN_TOKENS)

@@ -175,13 +175,14 @@ def _simulated_tasks(
 
 def _setting() -> str:
     return """Closed forms. Costs: Vidur's token operators and collectives on pairs of A100s and
-H100s by random forests, attention, LM head and host by the [roofline](../simulator-costs.md)
-(`--profile vidur:MODEL`). Prices: 4.25 $/h for an H100, 2.21 $/h for an A100. Space: A100 and H100,
-TP and PP of 1, 2, 4, at most 16 GPUs; vLLM, Orca+ (4,096 tokens), Sarathi (512, 1,024, 2,048);
-batches of 32 to 512: 450 designs per model and workload. Limits: TTFT P90 2 s, TBT P99 0.2 s.
-**Scale:** all figures but those of one table are [closed
-forms](../plan-search.md#steps-of-a-search); the paper simulates all designs. Runs have to last 8
-times as long as their requests, so a simulated capacity takes up to a minute of CPU time."""
+H100s by random forests, attention, LM head and host by the
+[roofline](../../docs/simulator-costs.md) (`--profile vidur:MODEL`). Prices: 4.25 $/h for an H100,
+2.21 $/h for an A100. Space: A100 and H100, TP and PP of 1, 2, 4, at most 16 GPUs; vLLM, Orca+
+(4,096 tokens), Sarathi (512, 1,024, 2,048); batches of 32 to 512: 450 designs per model and
+workload. Limits: TTFT P90 2 s, TBT P99 0.2 s. **Scale:** all figures but those of one table are
+[closed forms](../../docs/plan-search.md#steps-of-a-search); the paper simulates all designs. Runs
+have to last 8 times as long as their requests, so a simulated capacity takes up to a minute of CPU
+time."""
 
 
 def _search_table(study: _Study) -> str:

@@ -6,10 +6,13 @@ import pytest
 
 from experiments.__main__ import main
 from experiments.interference import (
+    PREDICTED_PROMPTS,
     TETRI,
     InterferencePlan,
     MixedStep,
     interference_claims,
+    predictor_seconds,
+    predictor_section,
     simulate_steps,
 )
 from experiments.real_interference import DECODE_TOKENS, StepMeasurement
@@ -74,3 +77,15 @@ def test_real_engine(tmp_path: Path) -> None:
     page = (tmp_path / "interference-real.md").read_text()
     assert "demo, this machine" in page
     assert page.count("## ") == 5
+
+
+def test_a_length_prediction_delays_the_prefill_by_its_own_time() -> None:
+    seconds = [predictor_seconds(num_tokens) for num_tokens in PREDICTED_PROMPTS]
+    assert 0 < seconds[0] <= seconds[-1]
+    text, (latency, throughput) = predictor_section(10 * seconds[-1])
+    assert latency.ours == pytest.approx(0.1)
+    assert throughput.ours == pytest.approx(-1 / 11)
+    assert latency.verdict.is_met
+    assert "+10.0 %" in text
+    _, (latency, _) = predictor_section(100 * seconds[-1])
+    assert latency.verdict.is_met is False

@@ -114,11 +114,11 @@ class LaggingPipeline(Pipeline):
 
 
 @st.composite
-def settings_of_engines(draw: st.DrawFn) -> tuple[SchedulerConfig, Any]:
+def settings_of_engines(draw: st.DrawFn) -> tuple[SchedulerConfig, dict[str, Any]]:
     """Any configuration without recurrent layers, and what guesses tokens, if anything does."""
     if draw(st.booleans()):
         return speculating(draw, "1")
-    return draw(configs(has_states=False)), None
+    return draw(configs(has_states=False)), {}
 
 
 @further_runs(2)
@@ -130,7 +130,7 @@ def settings_of_engines(draw: st.DrawFn) -> tuple[SchedulerConfig, Any]:
 )
 @given(setting=settings_of_engines(), forces=st.booleans(), seed=st.integers(0, 2**32))
 def test_kept_blocks_have_the_tokens_of_their_hashes(
-    run: int, setting: tuple[SchedulerConfig, Any], forces: bool, seed: int
+    run: int, setting: tuple[SchedulerConfig, dict[str, Any]], forces: bool, seed: int
 ) -> None:
     """Deaths at random moments, under preemption, aborts, forks, chunks and guesses.
 
