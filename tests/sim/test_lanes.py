@@ -196,7 +196,7 @@ def test_a_log_from_before_lanes_replays_with_one_lane(tmp_path: Path) -> None:
         if event["event"] == "start":
             del event["scheduler"]["lanes"]
         if event.get("plan"):
-            assert event["plan"][3:] == [0, 0, []]
+            assert event["plan"][3:] == [0, 0, [], 0]
             del event["plan"][3:]
         lines.append(json.dumps(event, separators=(",", ":")))
     (tmp_path / "old").write_text("\n".join(lines) + "\n")

@@ -71,7 +71,7 @@ CONFIG = SimulationConfig(
 """Serves about 5 requests per second."""
 RULE = CapacityRule(min_requests=100, usual_requests=200, min_seconds=20.0)
 
-MAX_CALLS_PER_ROW = {"throttle-paper": 26, "throttle": 28}
+MAX_CALLS_PER_ROW = {"throttle-paper": 26.5, "throttle": 28.5}
 """Python functions called per output token, with the events of its share of a micro-batch, by
 policy. `throttle` learns from the time of every micro-batch on every stage."""
 MAX_EVENTS_PER_BATCH = 15

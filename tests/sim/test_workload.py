@@ -282,6 +282,7 @@ def test_bad_input_is_refused_with_the_fix(options: dict[str, Any], message: str
             st.just(0),
             st.just(""),
             st.just(0),
+            st.none(),
         )
     )
 )
