@@ -13,7 +13,9 @@ pytestmark = pytest.mark.full
 
 def result(times: list[float], text: str = "abc", failure: str = "") -> RequestResult:
     line = RequestTimeline(0.0, times, len(times))
-    return RequestResult(line, 10, times[-1], list(text), failure, failure and "went away")
+    return RequestResult(
+        line, 10, times[-1], list(text), failure=failure, detail=failure and "went away"
+    )
 
 
 UNDISTURBED = [result([1.0, 2.0, 3.0]), result([1.0, 2.0, 3.0]), result([1.0, 1.5])]

@@ -141,7 +141,8 @@ def damage(path: str, choice: Random) -> int:
 
 def written_pages(descriptor: int) -> list[int]:
     """Return the offsets of the pages of a file that have memory."""
-    pages, begin, size = [], 0, os.fstat(descriptor).st_size
+    pages: list[int] = []
+    begin, size = 0, os.fstat(descriptor).st_size
     while begin < size:
         try:
             begin = os.lseek(descriptor, begin, os.SEEK_DATA)
