@@ -18,6 +18,7 @@ LEFT_OUT = {
     "rank_busy_seconds": "ranks wait for each other, so those of a stage are equally busy",
     "rank_steps": "equal to the steps of the stage",
     "tensor_parallel_size": "a constant",
+    "prefill_batch_tokens": "a setting, or what has been measured for it",
     "epoch": "1 plus the recoveries since the server's start",
     "stale_frames": "messages that a recovery made void; of use to developers",
     "attached_routers": "of an engine behind routers; an alert rather than a panel",

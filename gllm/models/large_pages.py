@@ -49,7 +49,9 @@ def use_large_pages(parts: Iterable[object], ranks: Ranks) -> int:
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     pages = find_large_pages(spans, page_bytes)
     moved = sum(advise(page * page_bytes, page_bytes, COLLAPSE) == 0 for page in pages)
-    log.info("%d of %d pages of weights are large (%d KiB)", moved, len(pages), page_bytes >> 10)
+    if pages:
+        size = page_bytes >> 10
+        log.info("%d of %d pages of weights are large (%d KiB)", moved, len(pages), size)
     return moved * page_bytes
 
 

@@ -234,8 +234,8 @@ def to_shape(model: ModelSpec) -> ModelShape:
     positions, stored = model.embedding.positions, model.quantization
     num_elements = sum(layer.attention.kv_entry.num_elements for layer in model.layers)
     entry = attention.kv_entry
-    # ModelShape takes the values of a head to be as long as its keys.
-    counted = entry.num_elements if latent else 2 * entry.num_heads * entry.key_dim
+    # ModelShape takes the values of a head to be as long as its keys, and knows no index keys.
+    counted = latent.cached_elements if latent else 2 * entry.num_heads * entry.key_dim
     share = num_elements / (model.num_layers * max(1, counted))
     return ModelShape(
         model.num_layers,

@@ -23,6 +23,7 @@ GAUGES = (
     "in_flight_prefill_tokens",
     "state_slots",
     "used_state_slots",
+    "prefill_batch_tokens",
 )
 COUNTERS = [
     name

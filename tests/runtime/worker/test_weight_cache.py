@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +74,9 @@ def compute(executor: CpuExecutor) -> tuple[Tensor, list[int]]:
     return torch.cat(logits), tokens
 
 
-def parts(executor: CpuExecutor) -> Iterator[object]:
-    """Yield the layers, and embedding and LM head."""
-    stage = executor.stage
-    yield from stage.layers.layers
-    yield stage.head, stage.embedding, stage.per_layer_embedding
-
-
 def weight_bits(executor: CpuExecutor) -> list[tuple[Any, list[bytes]]]:
     """Return structure and memory of all parts."""
-    encoded = [encode_part(part, executor.stage.ranks) for part in parts(executor)]
+    encoded = [encode_part(part, executor.stage.ranks) for part in executor.stage.parts]
     return [
         (part.tree, [ctypes.string_at(span.address, span.num_bytes) for span in part.spans])
         for part in encoded
@@ -104,7 +96,7 @@ def read_only_ranges() -> list[range]:
 def check_shared(executor: CpuExecutor) -> None:
     """All weights are in files that are mapped read-only."""
     ranges = read_only_ranges()
-    spans = [span for part in parts(executor) for span in encode_part(part, Ranks()).spans]
+    spans = [span for part in executor.stage.parts for span in encode_part(part, Ranks()).spans]
     assert spans
     for span in spans:
         assert any(span.address in mapped for mapped in ranges)
