@@ -48,6 +48,10 @@ TITLES = {
     "four-bit": "In process, weights of 4 bits",
     "hybrid": "In process, models with recurrent layers",
 }
+LLAMA_WITHOUT_AMX = (
+    "On a processor with AMX llama.cpp is built with -mno-amx-tile, -mno-amx-int8 and "
+    "-mno-amx-bf16 (--llama-bin): its own use of AMX ends with a general protection fault there."
+)
 NOTES = {
     "server": "Streamed `/v1/completions` with the same token ids for all, greedy, outputs of full "
     "length, no prefix cache; {streams} requests are sent at once, {prompt} prompt and {new} "
@@ -64,11 +68,11 @@ NOTES = {
     "rows of 896 weights are no multiple of 256, so that q4_k_m has Q5_0 and Q8_0 in place of Q4_K "
     "and Q6_K. gllm-int4 quantizes at load, vllm-int4 reads symmetric GPTQ in groups of 128, "
     "openvino-int4 is what `optimum-cli --weight-format int4` writes. Reading: a step that only "
-    "reads the file and the KV cache.",
+    f"reads the file and the KV cache. {LLAMA_WITHOUT_AMX}",
     "hybrid": "As above, with random models of as many bytes of weights: LFM2 (gated short "
     "convolutions in 18 of 24 layers, an inner size of 4,480) and Qwen3.5-0.8B (gated delta nets "
     "in 12 of 16 layers, an inner size of 3,712), both with the vocabulary of the dense model, "
-    "whose limits are given. Ratios are medians of the rounds' ratios.",
+    f"whose limits are given. Ratios are medians of the rounds' ratios. {LLAMA_WITHOUT_AMX}",
 }
 
 
@@ -117,12 +121,15 @@ def write_docs(folder: Path, docs: Path = DOCS) -> Path:
     pages = [HEAD]
     target = docs / "cpu"
     for mode in TITLES:
-        path = folder / f"{mode}.json"
-        if path.exists():
+        # Those of another machine have its name behind the mode: MODE-NAME.json.
+        paths = [folder / f"{mode}.json", *sorted(folder.glob(f"{mode}-*.json"))]
+        for path in filter(Path.exists, paths):
             run = results.load(path)
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target / path.name)
             parts = sections(run)
+            if name := path.stem.removeprefix(mode).removeprefix("-"):
+                parts[0] += f", {name}"
             pictures = [f"![{TITLES[mode]}](cpu/{name})" for name in draw_charts(run, target)]
             pages += [*parts[:3], *pictures, *parts[3:]]
     if len(pages) == 1:
