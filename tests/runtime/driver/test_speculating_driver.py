@@ -117,7 +117,8 @@ def run_loads(rng: Random, stages: int, num_steps: int) -> Counter[str]:
     ("stages", "num_steps"),
     [
         *((stages, 120) for stages in range(1, 5)),
-        *(pytest.param(stages, 25_000, marks=pytest.mark.full) for stages in range(1, 5)),
+        *(pytest.param(stages, 5_000, marks=pytest.mark.full) for stages in range(1, 5)),
+        *(pytest.param(stages, 25_000, marks=pytest.mark.long) for stages in range(1, 5)),
     ],
 )
 def test_texts_and_budgets_are_kept_and_nothing_is_left(stages: int, num_steps: int) -> None:
