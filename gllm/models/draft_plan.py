@@ -73,6 +73,8 @@ def _plan_head(served: ModelConfig) -> DraftPlan:
     copies = "|".join(map(re.escape, head.copied_tensors))
     # The head has a norm of its own before the LM head.
     ignored = (*model.ignored_tensors, rf"{re.escape(model.norm.name)}\.(weight|bias)")
+    # It attends to all keys, also where the model selects some: that concerns guesses alone.
+    ignored = (*ignored, rf"{re.escape(layer_name)}\.self_attn\.indexer\..*")
     if copies:
         ignored = (*ignored, rf"{re.escape(layer_name)}\.({copies})\.weight")
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}

@@ -14,6 +14,8 @@ from tests.support.models.tiny_models import FAMILIES, randomize, sizes
 
 NUM_LAYERS = 3
 """Layers of the model without the head."""
+ALL_KEYS = 1024
+"""Selected keys of sparse attention: more than any text has."""
 DEEPSEEK = {
     "embedding_norm": "enorm",
     "hidden_norm": "hnorm",
@@ -119,6 +121,9 @@ def save_with_head(family: str, folder: Path, seed: int = 0) -> HeadReference:
     row, names = FAMILIES[family], HEADS[family]
     torch.manual_seed(seed)
     options = sizes(row) | {"num_hidden_layers": NUM_LAYERS + 1}
+    if "index_topk" in options:
+        # A head attends to all keys.
+        options["index_topk"] = ALL_KEYS
     config = getattr(transformers, row.name + "Config")(**options)
     model = randomize(getattr(transformers, row.name + "ForCausalLM")(config).eval())
     size = config.hidden_size
@@ -143,7 +148,7 @@ def save_with_head(family: str, folder: Path, seed: int = 0) -> HeadReference:
         ):
             tensors[f"{prefix}{copied}.weight"] = tensors[f"{name}.weight"].clone()
     written |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
-    for key in ("layer_types", "mlp_layer_types"):
+    for key in ("layer_types", "mlp_layer_types", "indexer_types"):
         if isinstance(written.get(key), list):
             written[key] = written[key][:NUM_LAYERS]
     (folder / "config.json").write_text(json.dumps(written))
