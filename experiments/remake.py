@@ -41,7 +41,7 @@ FINAL_COMMAND = ("python", "-m", "scripts.claims_page")
 
 
 class Lane(Enum):
-    """What the command of a page needs of the machine, and so what may run beside it."""
+    """Part of the machine that the command of a page needs, which decides what runs beside it."""
 
     ALONE = "alone"
     """The figures contain the speed of this machine: nothing runs beside it."""
@@ -63,7 +63,7 @@ class PageCommand:
 
     @property
     def lane(self) -> Lane:
-        """What the command needs of the machine."""
+        """Part of the machine that the command needs."""
         name = self.words[3]
         if "--emulated" in self.words or name in EMULATES:
             return Lane.REAL_TIME

@@ -37,17 +37,12 @@ class TokenSelection:
     """[dense] int64: indices in the step's batch of the tokens that see all keys before them."""
     dense_plan: AttentionPlan | None
     """Full attention of these tokens alone; None if there are none."""
-    sparse_rows: list[tuple[int, range, int]]
-    """Sequences with tokens that see selected keys: row in the plan, positions of these tokens, and
-    index of the first one in the step's batch."""
+    sparse_tokens: Tensor
+    """[sparse] int64: indices in the step's batch of the tokens that see selected keys."""
+    sparse_rows: list[tuple[int, range]]
+    """Sequences with such tokens: row in the plan, and positions of these tokens."""
     selected: AttentionPlan | None = field(default=None, init=False)
     """Attention of the tokens that see selected keys, once an indexer has selected them."""
-
-    @property
-    def sparse_tokens(self) -> Tensor:
-        """[sparse] int64: indices in the step's batch of the tokens that see selected keys."""
-        parts = [torch.arange(first, first + len(at)) for _, at, first in self.sparse_rows]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def select(self, queries: Tensor, weights: Tensor, index_keys: Tensor) -> None:
         """Select the keys of the tokens that do not see all, by their index scores.
@@ -62,7 +57,7 @@ class TokenSelection:
         """
         slots = np.empty((len(queries), self.num_selected), dtype=np.int64)
         count = 0
-        for row, positions, _ in self.sparse_rows:
+        for row, positions in self.sparse_rows:
             context = self.plan.rows.slots(row, 0, positions.stop)
             keys = gather_rows(index_keys, torch.from_numpy(context), torch.float32)[:, 0]
             for position in positions:
@@ -113,16 +108,17 @@ def divide_tokens(plan: AttentionPlan, dtype: torch.dtype, num_selected: int) ->
     counts = np.diff(rows.query_start)
     starts = rows.context_len - counts
     num_dense = np.clip(num_selected - starts, 0, counts)
-    sparse_rows = []
-    for row in np.flatnonzero(num_dense < counts).tolist():
-        positions = range(int(starts[row] + num_dense[row]), int(rows.context_len[row]))
-        sparse_rows.append((row, positions, int(rows.query_start[row] + num_dense[row])))
-    own = np.flatnonzero(num_dense)
-    dense_tokens = [
-        np.arange(rows.query_start[row], rows.query_start[row] + num_dense[row]) for row in own
+    sparse_rows = [
+        (row, range(int(starts[row] + num_dense[row]), int(rows.context_len[row])))
+        for row in np.flatnonzero(num_dense < counts).tolist()
     ]
+    positions = np.arange(rows.query_start[-1]) + np.repeat(starts - rows.query_start[:-1], counts)
+    is_dense = positions < num_selected
+    dense_tokens = torch.from_numpy(np.flatnonzero(is_dense))
+    sparse_tokens = torch.from_numpy(np.flatnonzero(~is_dense))
     dense_plan = None
-    if sparse_rows and len(own):
+    if sparse_rows and len(dense_tokens):
+        own = np.flatnonzero(num_dense)
         dense_rows = PagedBatch(
             rows.block_table[own],
             np.concatenate((np.zeros(1, dtype=np.int64), num_dense[own].cumsum())),
@@ -132,8 +128,7 @@ def divide_tokens(plan: AttentionPlan, dtype: torch.dtype, num_selected: int) ->
             rows.num_blocks,
         )
         dense_plan = plan_attention(dense_rows, dtype, backend=plan.backend)
-    indices = np.concatenate(dense_tokens) if dense_tokens else np.empty(0, dtype=np.int64)
-    return TokenSelection(plan, num_selected, torch.from_numpy(indices), dense_plan, sparse_rows)
+    return TokenSelection(plan, num_selected, dense_tokens, dense_plan, sparse_tokens, sparse_rows)
 
 
 def select_highest(scores: Tensor, count: int) -> Tensor:

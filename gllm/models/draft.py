@@ -17,6 +17,7 @@ from gllm.kernels.linear import has_lookup
 from gllm.models.attention import LayerCache
 from gllm.models.basic_layers import Linear, Norm
 from gllm.models.draft_plan import DraftPlan
+from gllm.models.large_pages import use_large_pages
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.spec.model import ModelSpec, PredictionHeadSpec
 from gllm.models.stage import (
@@ -61,6 +62,11 @@ class DraftModel:
         """Return logits [rows, vocabulary] float32 of [rows, hidden]."""
         return self._stage.compute_logits(hidden)
 
+    @property
+    def parts(self) -> list[object]:
+        """Modules with the weights."""
+        return self._stage.parts
+
     def release_workspace(self) -> None:
         """Free the memory of steps, before the KV cache is replaced."""
         self._stage.release_workspace()
@@ -97,6 +103,11 @@ class PredictionHead(DraftModel):
         self._hidden_norm = Norm(spec.hidden_norm, weights, hidden_size)
         self._projection = Linear(spec.projection, weights, [hidden_size], 2 * hidden_size)
         self._is_hidden_first = spec.is_hidden_first
+
+    @property
+    def parts(self) -> list[object]:
+        """Modules with the weights, the shared ones too."""
+        return [*super().parts, self._projection]
 
     def forward(
         self, inputs: StageInputs, hidden: Tensor | None, caches: Sequence[LayerCache]
@@ -146,6 +157,7 @@ def load_draft(
         weights, model = Weights(checkpoint, quantization=quantization), checkpoint.model
         draft = _read_draft(plan, model, weights, max_model_len, served)
         checkpoint.check_all_read()
+    use_large_pages(draft.parts, weights.ranks)
     return draft
 
 

@@ -68,7 +68,7 @@ def test_weights_are_moved_in_place() -> None:
 
 
 def test_parts_that_have_other_objects_stay() -> None:
-    """What cannot be encoded is left where it is."""
+    """A part that cannot be encoded stays where it is."""
     assert use_large_pages([object()], Ranks(0, 1)) == 0
 
 

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from gllm.commands.bench.load import PlannedRequest
-from gllm.commands.bench.options import ServeConfig
+from gllm.commands.bench.options import RequestConfig
 from gllm.deploy.server_client import DONE, EventReader, error_message
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.progress import show_progress
@@ -117,7 +117,7 @@ class RequestResult:
         self.failure, self.detail = failure, str(detail)
 
 
-def open_session(config: ServeConfig, api_key: str | None) -> aiohttp.ClientSession:
+def open_session(config: RequestConfig, api_key: str | None) -> aiohttp.ClientSession:
     """Return an HTTP session with the API key in its headers and no limit on connections."""
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -129,7 +129,7 @@ def open_session(config: ServeConfig, api_key: str | None) -> aiohttp.ClientSess
     )
 
 
-def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRequest) -> bytes:
+def request_body(config: RequestConfig, model: str, index: int, planned: PlannedRequest) -> bytes:
     """Return the JSON body of a streaming request with a given prompt and output length."""
     body: dict[str, Any] = {"model": model}
     if config.chat:
@@ -142,13 +142,13 @@ def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRe
     body["max_tokens"] = planned.output_tokens
     body["temperature"] = config.temperature
     if config.temperature > 0:
-        body["seed"] = config.load.seed + index
+        body["seed"] = config.request_seed + index
     if config.ignore_eos:
         body["ignore_eos"] = True
     if planned.priority is not None:
         body["priority"] = planned.priority
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return msgspec.json.encode(body | dict(config.extra_body or {}))
+    return msgspec.json.encode({**body, **config.request_fields, **(config.extra_body or {})})
 
 
 async def send(

@@ -77,8 +77,8 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
-class ServeConfig:
-    """Options of `gllm bench serve`: server, requests, arrival times and report."""
+class RequestConfig:
+    """Options of a benchmark on a server: the server, and its requests."""
 
     host: str = option("127.0.0.1", "address of the server")
     port: int = option(8000, "port of the server", ge=1, le=65535)
@@ -88,6 +88,61 @@ class ServeConfig:
     endpoint: str = option("/v1/completions", "endpoint", choices=ENDPOINTS)
     model: str | None = option(None, "model name; default: the first of /v1/models")
     api_key: str | None = option(None, "sent as a bearer token; default: $OPENAI_API_KEY")
+    vocab_size: int | None = option(
+        None,
+        "prompts have ids below it; default: vocab_size of /v1/models, else 256",
+        ge=1,
+        le=INT32_MAX,
+    )
+    temperature: float = option(0.0, "sampling temperature", ge=0, le=2)
+    ignore_eos: bool = option(True, "request outputs of exactly the planned length")
+    extra_body: Mapping[str, Any] | None = option(
+        None, "JSON object with additional fields of every request", parse=parse_json_flag
+    )
+    ready_timeout: float = option(
+        60.0, "seconds to wait until the server is ready", gt=0, le=MAX_TIMEOUT_SECONDS
+    )
+    request_timeout: float = option(
+        3600.0, "seconds after which a request fails", gt=0, le=MAX_TIMEOUT_SECONDS
+    )
+
+    def __post_init__(self) -> None:
+        """Check types and ranges.
+
+        Raises:
+            ValueError: A field is invalid; the message names the field and the fix.
+        """
+        convert_fields(self)
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"base_url is {self.base_url}, but must start with http:// or https://"
+            )
+
+    @property
+    def request_seed(self) -> int:
+        """Seed of the sampling of the first request; the next ones have the following numbers."""
+        return 0
+
+    @property
+    def request_fields(self) -> Mapping[str, Any]:
+        """Fields of every request that the benchmark needs; `extra_body` overrides them."""
+        return {}
+
+    @property
+    def server_url(self) -> str:
+        """URL of the server."""
+        return self.base_url or f"http://{format_host_port(self.host, self.port)}"
+
+    @property
+    def chat(self) -> bool:
+        """True if requests are sent to the chat endpoint."""
+        return self.endpoint.endswith("/chat/completions")
+
+
+@dataclass(frozen=True)
+class ServeConfig(RequestConfig):
+    """Options of `gllm bench serve`: server, requests, arrival times and report."""
+
     load: LoadConfig = field(default_factory=LoadConfig)
     request_rate: float = option(
         math.inf, "requests per second; inf: all at once (default inf)", gt=0, allows_inf=True
@@ -112,25 +167,8 @@ class ServeConfig:
     prompt_kind: str = option(
         "auto", "synthetic prompts; auto: ids for completions, text for chat", choices=PROMPT_KINDS
     )
-    vocab_size: int | None = option(
-        None,
-        "prompts have ids below it; default: vocab_size of /v1/models, else 256",
-        ge=1,
-        le=INT32_MAX,
-    )
-    temperature: float = option(0.0, "sampling temperature", ge=0, le=2)
-    ignore_eos: bool = option(True, "request outputs of exactly the planned length")
-    extra_body: Mapping[str, Any] | None = option(
-        None, "JSON object with additional fields of every request", parse=parse_json_flag
-    )
     num_warmups: int = option(
         1, "requests before the measurement, one at a time", ge=0, le=INT32_MAX
-    )
-    ready_timeout: float = option(
-        60.0, "seconds to wait until the server is ready", gt=0, le=MAX_TIMEOUT_SECONDS
-    )
-    request_timeout: float = option(
-        3600.0, "seconds after which a request fails", gt=0, le=MAX_TIMEOUT_SECONDS
     )
     percentile_metrics: tuple[str, ...] = option(
         METRICS,
@@ -158,25 +196,16 @@ class ServeConfig:
         Raises:
             ValueError: A field is invalid; the message names the field and the fix.
         """
-        convert_fields(self)
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"base_url is {self.base_url}, but must start with http:// or https://"
-            )
+        super().__post_init__()
         if self.chat and self.prompt_kind == "ids":
             raise ValueError("prompt_kind is ids, but chat takes only text: use auto or text")
         if self.arrivals is not None and not self.arrivals.startswith(("burst", "replay")):
             raise ValueError(f"arrivals is {self.arrivals!r}, but must be burst:SIZE or replay")
 
     @property
-    def server_url(self) -> str:
-        """URL of the server."""
-        return self.base_url or f"http://{format_host_port(self.host, self.port)}"
-
-    @property
-    def chat(self) -> bool:
-        """True if requests are sent to the chat endpoint."""
-        return self.endpoint.endswith("/chat/completions")
+    def request_seed(self) -> int:
+        """Seed of the load, of which sampling is a part."""
+        return self.load.seed
 
     @property
     def text_prompts(self) -> bool:

@@ -34,12 +34,11 @@ from gllm.commands.bench.client import (
     wait_until_ready,
 )
 from gllm.commands.bench.load import PlannedRequest, make_prompt
-from gllm.commands.bench.options import ENDPOINTS, ServeConfig, parse_json_flag
+from gllm.commands.bench.options import RequestConfig
 from gllm.commands.bench.report import failure_lines
 from gllm.observability.progress import show_progress
-from gllm.options.field_types import convert_fields
-from gllm.options.flags import FlagParser, add_flags, config_from_flags, output_file, parse_url
-from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.flags import FlagParser, add_flags, config_from_flags, output_file
+from gllm.options.options import option
 from gllm.sim.metrics.session_turns import TurnResult, summarize_turns, turn_lines
 from gllm.sim.workloads.agents import (
     AGENTS,
@@ -56,41 +55,16 @@ from gllm.sim.workloads.requests import sample_arrival_times
 
 
 @dataclass(frozen=True)
-class SessionsConfig:
+class SessionsConfig(RequestConfig):
     """Options of `gllm bench sessions`: server, agents and report."""
 
-    host: str = option("127.0.0.1", "address of the server")
-    port: int = option(8000, "port of the server", ge=1, le=65535)
-    base_url: str | None = option(
-        None, "URL of the server, in place of host and port", parse=parse_url
-    )
-    endpoint: str = option(
-        "/v1/completions", "completions: prompts are token ids; chat: messages", choices=ENDPOINTS
-    )
-    model: str | None = option(None, "model name; default: the first of /v1/models")
-    api_key: str | None = option(None, "sent as a bearer token; default: $OPENAI_API_KEY")
     workload: str = option(AGENTS, AGENTS_HELP)
     pauses: str = option(DEFAULT_PAUSES, f"{PAUSES_HELP} (default {DEFAULT_PAUSES})")
     scale_time: float = option(1.0, "multiplies pauses", ge=0, le=1e9)
     rate: float = option(4.0, "agents that begin per second", gt=0, le=1e9)
     session_header: bool = option(True, "name the agent in the header x-session-id")
-    seed: int = option(0, "seed of lengths, pauses and prompts", ge=0, le=2**63 - 1)
-    vocab_size: int | None = option(
-        None,
-        "prompts have ids below it; default: vocab_size of /v1/models, else 256",
-        ge=1,
-        le=INT32_MAX,
-    )
-    temperature: float = option(0.0, "sampling temperature", ge=0, le=2)
-    ignore_eos: bool = option(True, "request outputs of exactly the planned length")
-    extra_body: Mapping[str, Any] | None = option(
-        None, "JSON object with additional fields of every request", parse=parse_json_flag
-    )
-    ready_timeout: float = option(
-        60.0, "seconds to wait until the server is ready", gt=0, le=MAX_TIMEOUT_SECONDS
-    )
-    request_timeout: float = option(
-        3600.0, "seconds after which a request fails", gt=0, le=MAX_TIMEOUT_SECONDS
+    seed: int = option(
+        0, "seed of lengths, pauses, prompts and, above temperature 0, sampling", ge=0, le=2**63 - 1
     )
     save_result: str | None = option(None, "JSON file for the result", parse=output_file)
     progress: bool = option(True, "show a progress bar")
@@ -101,7 +75,7 @@ class SessionsConfig:
         Raises:
             ValueError: A field is invalid; the message names the field and the fix.
         """
-        convert_fields(self)
+        super().__post_init__()
         if not is_agents(self.workload):
             raise ValueError(
                 f"workload is {self.workload!r}, but has to be {AGENTS_HELP}; `gllm bench serve` "
@@ -109,24 +83,16 @@ class SessionsConfig:
             )
         parse_agents(self.workload)
         parse_pauses(self.pauses)
-        self.requests_config()
 
-    def requests_config(self) -> ServeConfig:
-        """Return the options of single requests."""
-        extra_body = dict(self.extra_body or {})
-        if not self.endpoint.endswith("/chat/completions"):
-            extra_body = {"return_token_ids": True} | extra_body
-        return ServeConfig(
-            host=self.host,
-            port=self.port,
-            base_url=self.base_url,
-            endpoint=self.endpoint,
-            model=self.model,
-            temperature=self.temperature,
-            ignore_eos=self.ignore_eos,
-            extra_body=extra_body,
-            request_timeout=self.request_timeout,
-        )
+    @property
+    def request_seed(self) -> int:
+        """Seed of all random numbers."""
+        return self.seed
+
+    @property
+    def request_fields(self) -> Mapping[str, Any]:
+        """Additional fields of every request: completions are asked for their token ids."""
+        return {} if self.chat else {"return_token_ids": True}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -166,7 +132,7 @@ class AgentHistory:
         vocab_size: Messages have token ids below it.
     """
 
-    def __init__(self, config: ServeConfig, seed: int, vocab_size: int) -> None:
+    def __init__(self, config: RequestConfig, seed: int, vocab_size: int) -> None:
         self._is_chat = config.chat
         self._seed = seed
         self._vocab_size = None if config.chat else vocab_size
@@ -211,13 +177,12 @@ class AgentHistory:
 
 
 async def _benchmark(config: SessionsConfig) -> int:
-    requests = config.requests_config()
-    base_url = requests.server_url.rstrip("/").removesuffix("/v1")
+    base_url = config.server_url.rstrip("/").removesuffix("/v1")
     api_key = config.api_key or os.environ.get("OPENAI_API_KEY")
     agents = sample_agent_turns(config.workload, config.pauses, config.seed)
     begins = sample_arrival_times("poisson", len(agents), config.rate, config.seed)
     results: list[list[RequestResult]] = [[] for _ in agents]
-    async with open_session(requests, api_key) as session:
+    async with open_session(config, api_key) as session:
         served = await wait_until_ready(session, base_url, config.model, config.ready_timeout)
         url = base_url + config.endpoint
         begin = time.monotonic()
@@ -248,8 +213,7 @@ async def _run_agent(
     on_turn: Any,
 ) -> None:
     """Send the turns of an agent, after a delay in seconds; it ends with its first failure."""
-    requests = config.requests_config()
-    history = AgentHistory(requests, config.seed, config.vocab_size or served.vocab_size)
+    history = AgentHistory(config, config.seed, config.vocab_size or served.vocab_size)
     name = f"{AGENTS}-{config.seed}-{turns[0].session}" if config.session_header else ""
     answer: RequestResult | None = None
     await asyncio.sleep(delay)
@@ -257,7 +221,7 @@ async def _run_agent(
         if answer is not None:
             await asyncio.sleep(config.scale_time * turn.pause_seconds)
         planned = history.extend(turn, answer)
-        body = request_body(requests, served.name, turn.turn, planned)
+        body = request_body(config, served.name, turn.turn, planned)
         answer = await send(session, url, body, planned.prompt_tokens, name)
         results.append(answer)
         on_turn()

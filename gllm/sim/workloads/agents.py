@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gllm.sim.workloads.sessions import PromptPart
+from gllm.sim.workloads.sessions import PromptPart, parse_parameters
 
 AGENTS = "agents"
 """Name of the workload."""
@@ -61,19 +61,7 @@ def parse_agents(workload: str) -> tuple[int, ...]:
     Raises:
         ValueError: The parameters are not whole numbers of at least 1.
     """
-    _, colon, text = workload.partition(":")
-    if not colon:
-        return DEFAULTS
-    try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if len(values) != len(PARAMETERS) or min(values) < 1:
-        raise ValueError(
-            f"workload {workload!r}: agents takes {','.join(PARAMETERS)}, whole numbers of at "
-            f"least 1, as in agents:{','.join(map(str, DEFAULTS))}"
-        )
-    return values
+    return parse_parameters(workload, PARAMETERS, DEFAULTS)
 
 
 def parse_pauses(text: str) -> list[list[Sampler]]:

@@ -63,17 +63,33 @@ def parse_sessions(workload: str) -> tuple[int, ...]:
     Raises:
         ValueError: The parameters are not whole numbers of at least 1.
     """
-    _, colon, text = workload.partition(":")
+    return parse_parameters(workload, PARAMETERS, DEFAULTS)
+
+
+def parse_parameters(
+    workload: str, names: tuple[str, ...], defaults: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Parse the parameters of a workload, such as `sessions:32,6,4,256,40,40`.
+
+    Args:
+        workload: Its name, a colon and the values; the name alone has default values.
+        names: Names of the parameters.
+        defaults: Their default values.
+
+    Raises:
+        ValueError: The parameters are not whole numbers of at least 1.
+    """
+    name, colon, text = workload.partition(":")
     if not colon:
-        return DEFAULTS
+        return defaults
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:
         values = ()
-    if len(values) != len(PARAMETERS) or min(values) < 1:
+    if len(values) != len(names) or min(values) < 1:
         raise ValueError(
-            f"workload {workload!r}: sessions takes {','.join(PARAMETERS)}, whole numbers of at "
-            f"least 1, as in sessions:{','.join(map(str, DEFAULTS))}"
+            f"workload {workload!r}: {name} takes {','.join(names)}, whole numbers of at "
+            f"least 1, as in {name}:{','.join(map(str, defaults))}"
         )
     return values
 

@@ -34,7 +34,7 @@ EVENTS = (
     "right guesses",
     "wrong guesses",
 )
-"""What has to happen in a test that is to show anything."""
+"""Events that have to happen in a load: otherwise it shows nothing about them."""
 
 
 def random_config(rng: Random, stages: int) -> SchedulerConfig:

@@ -175,7 +175,7 @@ class ScriptedStage:
 
 @dataclass
 class Client:
-    """What one sequence was asked for, and what was reported."""
+    """Requested and reported tokens of one sequence."""
 
     request: SubmitRequest
     reference: Reference
@@ -233,7 +233,7 @@ class ScriptedPipeline:
         self.plans: deque[StepPlan] = deque()
         """Plans that are not committed, the oldest first."""
         self.counts: Counter[str] = Counter()
-        """How often what the tests are about has happened."""
+        """Number of events by name, such as preemptions."""
         self._states: dict[int, SamplingState] = {}
         self._sampled: dict[int, int] = {}
         """Latest token of each sequence on the device."""

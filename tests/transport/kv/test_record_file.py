@@ -76,7 +76,7 @@ class RecordFileRun:
         self.wrong: set[bytes] = set()
         """Keys that may have a wrong content."""
         self.counts: Counter[str] = Counter()
-        """How often each operation was executed, and states after a crash."""
+        """Number of executed operations by name, and of states after a crash."""
 
     def check(self, file: RecordFile) -> set[bytes]:
         """Read all blocks of a file; return the keys of those that are there."""
