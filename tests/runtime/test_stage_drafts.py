@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 from gllm.config.engine import EngineConfig
 from gllm.kernels.native.builds import select_build
 from gllm.models.config import read_config
+from gllm.models.draft import DraftModel
 from gllm.models.errors import ModelError
 from gllm.models.loader import Checkpoint
 from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.executor import Executor
 from tests.runtime.test_resume import CHOICES, PROMPT, REQUESTS, greedy, sampled, stages_of
 from tests.support.engines.epochs import (
     CHUNKED,
@@ -189,11 +191,17 @@ def test_no_drafts_where_they_are_not_worth_their_time() -> None:
     assert served.scheduler.stats().draft_tokens < 8
 
 
+def model_of(executor: Executor) -> DraftModel | None:
+    """Return the weights of an executor's draft, if it has them."""
+    assert executor._draft is not None
+    return executor._draft.model
+
+
 def test_a_draft_that_fails_costs_no_text(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stages = drafting_stages(1)
-    model = stages.executors[-1]._draft_model
+    model = model_of(stages.executors[-1])
     assert model is not None
 
     def fail(*args: object) -> torch.Tensor:
@@ -295,16 +303,16 @@ def test_the_weights_of_a_draft_pass_from_stage_to_stage() -> None:
         return executor
 
     first = load(range(3, 6))
-    draft = first._draft_model
+    draft = model_of(first)
     assert draft is not None
     second = load(range(3, 6), previous=[first])
-    assert second._draft_model is draft
+    assert model_of(second) is draft
     assert second.weight_bytes == first.weight_bytes > draft.weight_bytes
     prepared = load(range(2, 6), running=second)
-    assert prepared._draft_model is None
+    assert model_of(prepared) is None
     third = load(range(2, 6), previous=[prepared, second])
-    assert third._draft_model is draft
-    assert second._draft_model is None
+    assert model_of(third) is draft
+    assert model_of(second) is None
 
 
 def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
-from gllm.models.draft import DraftModel, load_draft
 from gllm.models.draft_plan import plan_draft
 from gllm.models.hub import require_tokenizer
 from gllm.models.large_pages import use_large_pages
@@ -87,7 +86,8 @@ from gllm.runtime.worker.sampling import (
     create_window,
     fail_guides,
 )
-from gllm.runtime.worker.stage_drafter import DraftCache, DraftRows, StageDrafter
+from gllm.runtime.worker.stage_draft import StageDraft
+from gllm.runtime.worker.stage_drafter import DraftRows
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan
@@ -142,10 +142,8 @@ class Executor(ABC):
     _folder: Path | None = None
     """Folder of the loaded weights."""
     _grammars: GuideFactory | None = None
-    _draft_model: DraftModel | None = None
-    """Loaded weights of the draft, on the rank that samples."""
-    _drafter: StageDrafter | None = None
-    """Computes drafts with them, once the KV cache is allocated."""
+    _draft: StageDraft | None = None
+    """Draft of speculation, on the rank that samples."""
 
     def __init__(
         self,
@@ -219,12 +217,12 @@ class Executor(ABC):
         self._speculates = speculation is not None
         has_stage_drafts = speculation is not None and speculation.is_drafted_by_stage
         self.needs_all_prompts = self.needs_all_prompts or has_stage_drafts
-        self._draft_plan = plan_draft(speculation, model_config) if self.has_sampler else None
-        if self._draft_plan is not None:
-            specs = self._draft_plan.layer_specs
-            self.block_bytes += block_bytes(specs, block_size, self.cache_dtype)
-            requirements = self._list_requirements(specs, block_size)
-            self._draft_backend = _choose_backend(engine_config, requirements).name
+        plan = plan_draft(speculation, model_config) if self.has_sampler else None
+        if plan is not None:
+            self.block_bytes += block_bytes(plan.layer_specs, block_size, self.cache_dtype)
+            requirements = self._list_requirements(plan.layer_specs, block_size)
+            choice = _choose_backend(engine_config, requirements)
+            self._draft = StageDraft(plan, choice.name, self.dtype)
         self._mirror = BlockTableReplica()
         self._tables = BlockTables()
         self._states: dict[int, SamplingState] = {}
@@ -264,7 +262,8 @@ class Executor(ABC):
             on_progress(self._stage.weight_bytes, self._stage.weight_bytes)
         if self.has_sampler:
             self._take_grammars(same)
-            self._take_draft(same)
+        if self._draft is not None:
+            self._draft.take(_drafts_of(same))
         beside = _find_loaded([running])
         same += [executor for executor in beside if executor._weights_key == self._key_in(folder)]
         held = find_reusable_parts(
@@ -290,16 +289,15 @@ class Executor(ABC):
             folder: of the model.
             running: executors that compute; they keep their draft until a successor takes it.
         """
-        plan = self._draft_plan
-        if plan is None:
+        draft = self._draft
+        if draft is None:
             return
-        if self._draft_model is None and all(other._draft_model is None for other in running):
+        if draft.model is None and all(other.model is None for other in _drafts_of(running)):
             # The ends of a stage of several ranks are divided among them.
             served = self._stage if self._num_ranks == 1 else None
-            options = self.dtype, self._quantization, self._max_model_len
-            self._draft_model = load_draft(plan, folder, *options, served)
-        if self._draft_model is not None:
-            self.weight_bytes += self._draft_model.weight_bytes
+            draft.load(folder, self._quantization, self._max_model_len, served)
+        if draft.model is not None:
+            self.weight_bytes += draft.model.weight_bytes
 
     def _create_grammars(self, folder: Path) -> None:
         tokenizer = require_tokenizer(self._tokenizer, folder)
@@ -390,16 +388,10 @@ class Executor(ABC):
                 self._grammars, source._grammars = source._grammars, None
                 return
 
-    def _take_draft(self, sources: Sequence["Executor"]) -> None:
-        """Take the weights of the draft of a closed executor."""
-        for source in sources:
-            if source._draft_model is not None:
-                self._draft_model, source._draft_model = source._draft_model, None
-                return
-
     def release_weights(self) -> None:
         """Free the weights and end the threads of grammars."""
-        self._draft_model = None
+        if self._draft is not None:
+            self._draft.model = None
         if self._folder is not None:
             del self._stage
             self._folder = None
@@ -432,8 +424,7 @@ class Executor(ABC):
     @property
     def draft_description(self) -> str:
         """Text with the layers whose keys and values a draft has; empty without a draft."""
-        plan = self._draft_plan
-        return "" if plan is None else f"draft of {plan.folder or 'the model'}, {plan.layers}"
+        return "" if self._draft is None else self._draft.description
 
     def _describe_numerics(self, kernels: str, backend: str) -> str:
         dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
@@ -515,9 +506,8 @@ class Executor(ABC):
         if self._folder is not None:
             self._stage.release_workspace()
             self._stage.ranks.leave()
-        if self._draft_model is not None:
-            self._draft_model.release_workspace()
-        self._drafter = None
+        if self._draft is not None:
+            self._draft.close()
         self._progress = None
         if hasattr(self, "_cache"):
             del self._cache
@@ -555,25 +545,12 @@ class Executor(ABC):
             partial(plan_windows, backend=self.backend),
             has_states=self.state_bytes > 0,
         )
-        if self._draft_model is not None:
-            self._drafter = self._create_drafter(self._draft_model, num_blocks, block_size)
+        if self._draft is not None:
+            zeros = None if self.kv_file is None else self.kv_file.create_unchecked
+            sizes = num_blocks, block_size, self.cache_dtype
+            self._draft.allocate(*sizes, zeros, self.model.vocab_size)
         if self.kv_file is not None:
             self.kv_file.complete()
-
-    def _create_drafter(self, model: DraftModel, num_blocks: int, block_size: int) -> StageDrafter:
-        """Allocate the KV cache of the draft.
-
-        Raises:
-            OSError: `kv_file` cannot have that size.
-        """
-        assert self._draft_plan is not None, "the weights are those of the plan"
-        specs = self._draft_plan.layer_specs
-        zeros = None if self.kv_file is None else self.kv_file.create_unchecked
-        cache = KVCache(specs, num_blocks, block_size, self.cache_dtype, zeros)
-        windows = frozenset(layer.attention.window for layer in specs)
-        plan = partial(plan_windows, dtype=self.dtype, windows=windows, backend=self._draft_backend)
-        draft_cache = DraftCache(cache.layers, block_size, num_blocks, plan)
-        return StageDrafter(model, draft_cache, self.model.vocab_size)
 
     def store_checksums(self, batch: Batch) -> None:
         """Store the checksums of the KV blocks that a computed step has filled, in `kv_file`."""
@@ -663,7 +640,8 @@ class Executor(ABC):
             plan, sequences, self._tables, self._batch_config, self.reads_token_ids
         )
         logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
-        draft_rows = None if self._drafter is None else self._build_draft_rows(plan, sequences)
+        has_drafter = self._draft is not None and self._draft.drafter is not None
+        draft_rows = self._build_draft_rows(plan, sequences) if has_drafter else None
         return Batch(
             plan.step,
             inputs,
@@ -699,8 +677,8 @@ class Executor(ABC):
         """
         self._mirror.release(seqs)
         self._tables.release(seqs)
-        if self._drafter is not None:
-            self._drafter.release(seqs)
+        if self._draft is not None and self._draft.drafter is not None:
+            self._draft.drafter.release(seqs)
         for seq in seqs:
             self._states.pop(seq, None)
 
@@ -820,6 +798,11 @@ def _choose_backend(config: EngineConfig, requirements: AttentionRequirements) -
         return choose_backend(config.attention_backend, requirements)
     except ValueError as error:
         raise FieldError("attention_backend", str(error)) from error
+
+
+def _drafts_of(executors: Sequence[Executor]) -> list[StageDraft]:
+    """Return the drafts of the executors that have one."""
+    return [executor._draft for executor in executors if executor._draft is not None]
 
 
 def _find_loaded(executors: Sequence[Executor | None]) -> list[Executor]:

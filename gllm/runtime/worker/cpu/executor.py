@@ -131,7 +131,7 @@ class CpuExecutor(Executor):
             return hidden
         for chunk in batch.prompt_chunks:
             chunk.compute_scores(hidden, self._stage.compute_logits)
-        if self._draft_model is not None and self._draft_model.needs_hidden:
+        if self._draft is not None and self._draft.needs_hidden:
             batch.draft_hidden = self._stage.normalize(hidden)
         sampled = hidden[batch.logits_indices]
         if batch.sampling.embedding_rows:
@@ -189,7 +189,8 @@ class CpuExecutor(Executor):
         results = to_sampled_tokens(batch.sampling, samples)
         if self._keeps_last_tokens:
             self._last_tokens.update((result.seq, result.token_id) for result in results)
-        if self._drafter is not None and batch.draft_rows is not None:
-            results = self._drafter.draft(batch.draft_rows, results, batch.draft_hidden)
+        drafter = None if self._draft is None else self._draft.drafter
+        if drafter is not None and batch.draft_rows is not None:
+            results = drafter.draft(batch.draft_rows, results, batch.draft_hidden)
         embedded = build_embedding_details(batch.sampling, batch.embeddings, samples.errors)
         return results, samples.details + embedded
