@@ -18,11 +18,11 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAVORS["avx512"] += ["-mprefer-vector-width=512"]
     FLAVORS["avx512_bf16"] = [*FLAVORS["avx512"], "-mavx512bf16", "-mavx512vnni"]
     FLAVORS["amx_bf16"] = [*FLAVORS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
+BUILDS = runpy.run_path(str(ROOT / NATIVE / "builds.py"))
 if os.environ.get("GLLM_BUILDS") == "usable":
     # A checkout runs where it is set up, so `make` leaves the builds for other processors out.
-    builds = runpy.run_path(str(ROOT / NATIVE / "builds.py"))
-    features = builds["processor_features"]()
-    FLAVORS = {name: FLAVORS[name] for name in FLAVORS if features >= builds["BUILDS"][name]}
+    features = BUILDS["processor_features"]()
+    FLAVORS = {name: FLAVORS[name] for name in FLAVORS if features >= BUILDS["BUILDS"][name]}
 
 RANGES = {"aiohttp": "~=3.14.5"}
 """Dependencies of which gllm uses internals: other minor versions may differ."""
@@ -41,6 +41,7 @@ def native(flavor: str, flags: list[str]) -> Extension:
         f"gllm.kernels.native._{flavor}",
         sources=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).glob("*.cpp"))],
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).glob("*.h"))],
+        define_macros=[("GLLM_SOURCES", f'"{BUILDS["digest_sources"](ROOT / NATIVE)}"')],
         # Units and their parts share memory; vectors are passed between inlined functions only.
         extra_compile_args=[
             "-std=c++17",

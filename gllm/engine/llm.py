@@ -232,8 +232,8 @@ class LLM:
         """Return the embedding of each prompt, in the order of the prompts.
 
         An embedding is the hidden state of the prompt's last token after the final norm, or of a
-        model with bidirectional attention as `Engine.embed` says. A prompt
-        that fails has an `error` in its output.
+        model with bidirectional attention as `TextEngine.embed` says. A prompt that fails has an
+        `error` in its output.
 
         Args:
             prompts: As for `generate`.

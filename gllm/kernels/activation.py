@@ -11,6 +11,7 @@ from gllm.kernels.native.library import ACTIVATIONS as COMPILED
 from gllm.kernels.native.library import (
     NO_ACTIVATION,
     SIGMOID,
+    SOFTPLUS,
     ActivateArguments,
     GateArguments,
     KernelLibrary,
@@ -94,6 +95,12 @@ def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)) for each element of x [rows, n]."""
     result = _activate_native(x, SIGMOID)
     return x.sigmoid() if result is None else result
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)) for each element of x [rows, n], computed in float32."""
+    result = _activate_native(x, SOFTPLUS)
+    return functional.softplus(x.to(torch.float32)).to(x.dtype) if result is None else result
 
 
 def _activate_native(x: Tensor, kind: int) -> Tensor | None:

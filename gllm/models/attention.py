@@ -3,13 +3,14 @@
 They map the hidden states to queries, keys and values and back. The arithmetic is in gllm/kernels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import multiply_by_sigmoid, sigmoid
+from gllm.kernels.activation import multiply_by_sigmoid, sigmoid, softplus
 from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
@@ -156,8 +157,8 @@ class Attention:
             query = _scale_queries(spec.query_scale, query, context)
         attended = paged_attention(query, keys, values, plan, self.scaling)
         if self.gate_proj is not None:
-            is_sigmoid = spec.gate_activation == "sigmoid"
-            scale_heads = _scale_heads if is_sigmoid else _scale_heads_by_softplus
+            activate = sigmoid if spec.gate_activation == "sigmoid" else softplus
+            scale_heads = partial(_scale_heads, activate)
             attended = launch_host_function(scale_heads, attended, self.gate_proj(x))
         output = attended.flatten(1)
         if self.gate_size:
@@ -344,7 +345,7 @@ class LatentAttention:
             )
         values = multiply_heads(attended, self.v_up_proj)
         if self.gate_proj is not None:
-            values = launch_host_function(_scale_heads, values, self.gate_proj(x))
+            values = launch_host_function(partial(_scale_heads, sigmoid), values, self.gate_proj(x))
         return self.out_proj(values.flatten(1))
 
     def _store(self, context: ForwardContext, projected: Tensor, keys: Tensor) -> Tensor:
@@ -411,14 +412,9 @@ def _scale_queries(spec: QueryScaleSpec, query: Tensor, context: ForwardContext)
     return launch_host_function(scale, query, context=context)
 
 
-def _scale_heads(x: Tensor, gates: Tensor) -> Tensor:
-    """Return x [tokens, heads, elements] times the sigmoid of gates [tokens, heads]."""
-    return x * sigmoid(gates)[..., None]
-
-
-def _scale_heads_by_softplus(x: Tensor, gates: Tensor) -> Tensor:
-    """Return x [tokens, heads, elements] times the softplus of gates [tokens, heads]."""
-    return x * torch.nn.functional.softplus(gates.to(torch.float32)).to(x.dtype)[..., None]
+def _scale_heads(activate: Callable[[Tensor], Tensor], x: Tensor, gates: Tensor) -> Tensor:
+    """Return x [tokens, heads, elements] times the activation of gates [tokens, heads]."""
+    return x * activate(gates)[..., None]
 
 
 def head_shape(spec: SequenceMixerSpec) -> HeadShape:

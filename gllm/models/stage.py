@@ -525,6 +525,7 @@ class ModelStage:
             if positions.is_cpu and not bool((shifted >= spec.period).any()):
                 continue
             periods = torch.div(shifted, spec.period, rounding_mode="floor")
-            factors = 1 + spec.beta * torch.log1p(periods.to(torch.float32))
-            scales[spec] = factors[:, None, None]
+            # Of float64, which hides that torch computes the last elements by another logarithm.
+            factors = 1 + spec.beta * torch.log1p(periods.to(torch.float64))
+            scales[spec] = factors.to(torch.float32)[:, None, None]
         return scales

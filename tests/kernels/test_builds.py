@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,13 @@ from gllm.kernels.native.builds import (
     OFF,
     TILES_PERMITTED,
     BuildSelection,
+    check_sources,
+    digest_sources,
     processor_features,
     select_build,
 )
 from gllm.kernels.native.library import (
+    KernelLibrary,
     LinearArguments,
     MeasuredKernelLibrary,
     Operation,
@@ -266,3 +270,22 @@ def test_auto_leaves_attention_to_torch_where_that_is_faster(build: BuildSelecti
         assert choice.name == "torch"
         assert "native: takes more than" in choice.reason
         assert choose_backend("native", wanted).name == "native"
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    """One that was compiled before its sources changed would compute wrong numbers."""
+    path = select_build().path
+    if path is None:
+        pytest.skip("no build was compiled")
+    copied = Path(shutil.copy(path, tmp_path))
+    KernelLibrary(copied)  # As in an installed package, which has no sources.
+    for source in [*path.parent.glob("*.cpp"), *path.parent.glob("*.h")]:
+        shutil.copy(source, tmp_path)
+    KernelLibrary(copied)
+    check_sources(copied, digest_sources(path.parent))
+    with (tmp_path / "simd.h").open("a") as file:
+        file.write("// changed")
+    with pytest.raises(ValueError, match=f"{copied} was compiled from other sources.*make setup"):
+        KernelLibrary(copied)
+    with pytest.raises(ValueError, match="compiled from other sources"):
+        check_sources(copied, "")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.activation import ACTIVATIONS, act_and_mul, apply_activation, sigmoid
+from gllm.kernels.activation import ACTIVATIONS, act_and_mul, apply_activation, sigmoid, softplus
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.native.builds import find_compiled_builds
 from gllm.kernels.native.library import DTYPES
@@ -79,7 +79,7 @@ def test_gates(way: str, dtype: torch.dtype, kind: str, rows: int, size: int, se
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     kind: partial(apply_activation, kind) for kind in ACTIVATIONS
-} | {"sigmoid": sigmoid}
+} | {"sigmoid": sigmoid, "softplus": softplus}
 
 
 @settings(max_examples=num_examples(30, 1000), deadline=None)
@@ -94,7 +94,7 @@ def test_activations(
     way: str, dtype: torch.dtype, kind: str, rows: int, size: int, seed: int
 ) -> None:
     x = 4 * random(seed, dtype, rows, size)
-    formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid}
+    formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
     actual = PLAIN[kind](x)
     close(actual, formulas[kind](x.to(torch.float64)))
     if way != "torch":
@@ -103,7 +103,7 @@ def test_activations(
 
 def test_activations_at_the_ends_of_their_range(way: str) -> None:
     x = torch.tensor([[-1e4, -200.0, -88.5, -20.0, -6.0, -0.0, 0.0, 6.0, 20.0, 88.5, 200.0, 1e4]])
-    formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid}
+    formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
     for kind, activate in PLAIN.items():
         wanted = formulas[kind](x.double()).float()
         torch.testing.assert_close(activate(x), wanted, rtol=2e-6, atol=2e-6)

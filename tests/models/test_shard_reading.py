@@ -69,9 +69,11 @@ WHOLE = (
     r".*act_fn\.\w+|.*post_norm[12]\.weight",
     # Learned positions.
     r".*(wpe|embed_positions)\.weight",
+    # Indexers.
+    r".*\.indexer\..*",
 )
 """Patterns of tensors that all ranks hold."""
-CUT = r"k_norm|mamba\.norm|self_attn\.norm\."
+CUT = r"(?<!indexer\.)k_norm|mamba\.norm|self_attn\.norm\."
 """Pattern of tensors that are not among WHOLE, although their names fit."""
 KEYS = r".*\.(k_proj|v_proj|k_norm)\.(weight|bias)"
 """Pattern of tensors that several ranks hold where there are fewer KV heads than ranks."""

@@ -5,6 +5,7 @@ does not import torch: the parent process checks the variable before it starts t
 """
 
 import ctypes
+import hashlib
 import os
 import platform
 from collections.abc import Callable, Mapping, Set
@@ -102,6 +103,34 @@ def find_compiled_builds(folder: Path | None = None) -> dict[str, Path]:
         if paths:
             libraries[flavor] = paths[0]
     return libraries
+
+
+def digest_sources(folder: Path) -> str:
+    """Return a digest of the C++ files in a folder, which a build compiled from them has in it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def check_sources(path: Path, digest: str) -> None:
+    """Refuse a shared library that was compiled from other sources than those beside it.
+
+    Kernels read structures whose layout Python writes: an old library computes wrong numbers. An
+    installed package has no sources, and is not checked.
+
+    Args:
+        path: of the shared library.
+        digest: that the library has in it; empty for none.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if any(path.parent.glob("*.cpp")) and digest != digest_sources(path.parent):
+        raise ValueError(
+            f"{path} was compiled from other sources than those in its folder: run `make setup`, "
+            "or pip install -e ., and look for errors of the compiler"
+        )
 
 
 def processor_features(

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from gllm.kernels.native.builds import BUILD_VARIABLE, BuildSelection, select_build
+from gllm.kernels.native.builds import BUILD_VARIABLE, BuildSelection, check_sources, select_build
 from gllm.kernels.state_plan import StatePlan
 from gllm.kernels.threads import num_threads
 
@@ -417,6 +417,8 @@ NO_ACTIVATION = 0
 """Number of the identity there."""
 SIGMOID = 4
 """Number of the sigmoid there; it gates experts and scores them, but is no feed-forward block's."""
+SOFTPLUS = 6
+"""Number of the softplus there, which gates the heads of some attention layers."""
 
 FUNCTIONS = {
     "gllm_attention": AttentionArguments,
@@ -460,6 +462,10 @@ class KernelLibrary:
             function = library[name]
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], None
             self._functions[arguments] = function
+        sources = getattr(library, "gllm_sources", None)
+        if sources is not None:
+            sources.argtypes, sources.restype = [], ctypes.c_char_p
+        check_sources(path, "" if sources is None else sources().decode())
         run = library.gllm_run
         run.argtypes, run.restype = [Pointer, Long], None
         self._run = run

@@ -14,3 +14,6 @@ struct Call {
 extern "C" __attribute__((visibility("default"))) void gllm_run(const gllm::Call* calls, int64_t count) {
     for (int64_t i = 0; i < count; ++i) calls[i].function(calls[i].arguments);
 }
+
+// Digest of the sources of this library, by which builds.py notices an old one.
+extern "C" __attribute__((visibility("default"))) const char* gllm_sources() { return GLLM_SOURCES; }

@@ -177,8 +177,6 @@ void convolve(const ConvolutionArguments& a) {
     });
 }
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // Queries, keys, decays and update rates of up to TILE tokens of a head; keys are padded with zeros.
 struct Tile {
     float *query, *key, *decay, *decayed_key;  // [TILE, padded key_dim]
@@ -218,7 +216,7 @@ struct RecurrenceTask {
     }
 
     float step_of(float x, float bias) const {
-        return std::min(std::max(softplus(x + bias), a.min_step), a.max_step);
+        return std::min(std::max(softplus(broadcast(x + bias))[0], a.min_step), a.max_step);
     }
 
     float decay_of(float rate, float x, float bias) const {
@@ -360,15 +358,6 @@ void recur(const RecurrenceArguments& a) {
                 work.run(a.plan.segments[i], begin, end);
         }
     });
-}
-
-// log(1 + exp(x)), with the series of the inverse hyperbolic tangent: log(1 + t) = 2 atanh(t / (2 + t)),
-// where t is at most 1.
-inline Vector softplus(Vector x) {
-    const Vector t = exp(x < 0.0f ? x : -x), z = t / (2.0f + t), square = z * z;
-    Vector series = square * (1.0f / 13) + 1.0f / 11;
-    for (const float term : {1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f}) series = series * square + term;
-    return (x > 0.0f ? x : Vector{}) + 2.0f * z * series;
 }
 
 // Update COLUMNS channels of a state by the tokens of a segment; those beyond the last channel are zero.
