@@ -150,6 +150,8 @@ class EngineStatus:
     """Number of recoveries that have begun, by cause: killed, failed, frozen or lost."""
     recovery_seconds: Sequence[float] = ()
     """Durations of all recoveries that have ended."""
+    recovery_phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the durations of their phases, by phase."""
     num_resumed_requests: int = 0
     """Requests that were submitted again after a recovery, each time counted."""
     num_stale_frames: int = 0

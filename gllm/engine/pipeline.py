@@ -325,6 +325,7 @@ def read_status(
         is_recovery_overdue=supervisor.is_recovery_overdue,
         recoveries=dict(deaths.recoveries),
         recovery_seconds=tuple(deaths.recovery_seconds),
+        recovery_phase_seconds=dict(deaths.phase_seconds),
         num_resumed_requests=client.num_resumed_requests,
         num_stale_frames=supervisor.num_stale_frames,
         num_node_losses=0 if cluster is None else cluster.num_losses,

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from gllm.engine.interface import EngineInterface, EngineStatus
 from gllm.frontend.node_metrics import PREFIX, NodeCollector, counter, gauge
 from gllm.frontend.router_metrics import RouterCollector
+from gllm.recovery.phase_times import RecoveryPhase
 from gllm.scheduler.plan import SchedulerStats
 
 VLLM_PREFIX = "vllm:"
@@ -418,6 +419,12 @@ class EngineCollector(Collector):
         yield histogram_metric(
             "recovery_seconds", text, model["model_name"], SLOW_BUCKETS, numbers, sum(seconds)
         )
+        text = "Seconds of these recoveries, by phase: what the engine waited for"
+        phases = [
+            ((str(phase),), status.recovery_phase_seconds.get(phase, 0.0))
+            for phase in RecoveryPhase
+        ]
+        yield counter("recovery_phase_seconds", text, model, phases, "phase")
         text = "Requests submitted again after a recovery, each time counted"
         yield counter("resumed_requests", text, model, status.num_resumed_requests)
         text = "Messages of earlier epochs that arrived late and were dropped"

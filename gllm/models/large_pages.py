@@ -8,7 +8,7 @@ kernel moves weights to pages of 2 MB in place, so that loading takes no second 
 import ctypes
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gllm.models.ranks import Ranks
@@ -36,22 +36,43 @@ def use_large_pages(parts: Iterable[object], ranks: Ranks) -> int:
     Returns:
         Bytes of memory that are in large pages now.
     """
+    return move_pages(find_weight_pages(parts, ranks))
+
+
+def find_weight_pages(parts: Iterable[object], ranks: Ranks) -> list[int]:
+    """Return the pages to move, as `find_large_pages`; none without large pages.
+
+    For the arguments see `use_large_pages`. Nothing may compute with the modules meanwhile.
+    """
     page_bytes = _page_bytes()
     if page_bytes is None:
-        return 0
+        return []
     spans: list[MemorySpan] = []
     for part in parts:
         try:
             spans += encode_part(part, ranks).spans
         except NotEncodableError as error:
             log.debug("a part of the model stays in small pages: %s", error)
+    return find_large_pages(spans, page_bytes)
+
+
+def move_pages(pages: Sequence[int]) -> int:
+    """Move memory to large pages; return how many bytes are in large pages now.
+
+    It takes seconds where free memory is in small pieces. Other threads may read and write the
+    memory meanwhile. Pages that are not mapped any more are left out.
+
+    Args:
+        pages: from `find_weight_pages`.
+    """
+    page_bytes = _page_bytes()
+    if page_bytes is None or not pages:
+        return 0
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    pages = find_large_pages(spans, page_bytes)
     moved = sum(advise(page * page_bytes, page_bytes, COLLAPSE) == 0 for page in pages)
-    if pages:
-        size = page_bytes >> 10
-        log.info("%d of %d pages of weights are large (%d KiB)", moved, len(pages), size)
+    size = page_bytes >> 10
+    log.info("%d of %d pages of weights are large (%d KiB)", moved, len(pages), size)
     return moved * page_bytes
 
 

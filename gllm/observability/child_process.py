@@ -19,6 +19,8 @@ MAX_CAUSE_CHARACTERS = 500
 """Length limit of the line of a log that is a part of the cause of an exit."""
 IMPORT_FAILURE = "a module cannot be imported, see its traceback"
 """Words for IMPORT_ERROR_STATUS in descriptions of exits."""
+KILLED = " was killed by "
+"""Words for a signal in descriptions of exits."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -52,6 +54,11 @@ def has_import_failure(description: str) -> bool:
     return IMPORT_FAILURE in description
 
 
+def was_killed(description: str) -> bool:
+    """Return True if `describe_exit` has said that a signal ended the process."""
+    return KILLED in description
+
+
 def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
     """Describe how a process exited, for an error message, such as `it exited with 1`.
 
@@ -63,7 +70,7 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
     """
     if status < 0:
         names = {member.value: member.name for member in signal.Signals}
-        return f"{subject} was killed by {names.get(-status, f'signal {-status}')}"
+        return f"{subject}{KILLED}{names.get(-status, f'signal {-status}')}"
     if status == IMPORT_ERROR_STATUS:
         return f"{subject} exited with {status}: {IMPORT_FAILURE}"
     text = next((line for line in reversed(last_lines) if line.strip()), "") if status else ""

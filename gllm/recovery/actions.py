@@ -69,6 +69,9 @@ class PrepareLayers(Action, frozen=True):
     """Description of the change."""
     node: str | None = None
     """The only node whose workers load; None for all of the placement."""
+    standby: int = 0
+    """Standby worker that gets the layers of every worker of that node, of which it will replace
+    one; 0 for a change, for which the workers of the placement load their own."""
 
 
 class BeginChange(Action, frozen=True):

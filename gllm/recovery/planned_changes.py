@@ -88,6 +88,8 @@ class PlannedChanges:
         """Nodes to which the present stages are not extended, by the last attempt."""
         self._loads: dict[int, tuple[int, tuple[int, int], int]] = {}
         """Rank, layers and degree that each standby worker of a spare loads or has loaded."""
+        self._maps: dict[int, list[tuple[int, tuple[int, int], int]]] = {}
+        """Rank, layers and degree of each worker for which a standby worker maps the weights."""
         self._attempts = RetryRecord()
         """Preparations that were ended by the death of a worker without a stage."""
 
@@ -230,7 +232,9 @@ class PlannedChanges:
     def fill_standbys(
         self, epoch: int, find_costliest: FindCostliest | None, now: float
     ) -> list[Action]:
-        """Start missing standby workers, and let those of spare nodes load layers in advance.
+        """Start missing standby workers, and let them load or map layers in advance.
+
+        Those of spare nodes load the costliest stage. Those of other nodes may map all stages.
 
         Args:
             epoch: number of the pipeline's start.
@@ -240,7 +244,7 @@ class PlannedChanges:
         stage_nodes = enumerate(self._stages.living_nodes)
         stages = [stage for stage, node in stage_nodes if node != LOCAL_NODE]
         if find_costliest is None or not stages:
-            return [*self._pool.fill_standbys(now)]
+            return [*self._pool.fill_standbys(now), *self._map_weights(epoch)]
         stage = find_costliest(stages)
         degree = self._stages.degrees[stage]
         idle = [node for node in self._stages.spares if node not in self.coming_nodes]
@@ -251,7 +255,7 @@ class PlannedChanges:
             workers = self._pool.standbys_on(node)[:degree]
             if len(workers) == degree and self._note_loads(workers, stage):
                 actions.append(self._preload(node, workers, stage, epoch))
-        return actions
+        return [*actions, *self._map_weights(epoch)]
 
     def pop_due(self, now: float) -> PlannedChange | None:
         """Remove and return the change if all have loaded or its deadline has passed; else None."""
@@ -284,6 +288,33 @@ class PlannedChanges:
         placement = make_placement(epoch + 1, shape.layers, slots, shape.degrees)
         change.outstanding = set(placement.senders)
         return [*actions, PrepareLayers(change.number, placement, change.cause)]
+
+    def _map_weights(self, epoch: int) -> list[Action]:
+        """Let standby workers map the weights of all workers of their node, where that is wanted.
+
+        They wait until they have connected: a message to a process that imports its modules could
+        only be buffered.
+        """
+        actions: list[Action] = []
+        if not self._limits.standbys_map:
+            return actions
+        layers, degrees, nodes = self._stages.layers, self._stages.degrees, self._stages.stage_nodes
+        slots = [RankWorker(worker.sender, worker.node) for worker in self._pool.placed]
+        for node in dict.fromkeys(nodes):
+            maps = [
+                (name.rank, layers[name.stage], degrees[name.stage])
+                for name in self._stages.names
+                if nodes[name.stage] == node
+            ]
+            for worker in self._pool.standbys_on(node):
+                if not worker.has_connected or self._maps.get(worker.sender) == maps:
+                    continue
+                self._maps[worker.sender] = maps
+                placement = make_placement(epoch, layers, slots, degrees)
+                cause = f"standby worker {worker.sender} maps the weights of its node"
+                number = next(self._numbers)
+                actions.append(PrepareLayers(number, placement, cause, node, worker.sender))
+        return actions
 
     def _note_loads(self, workers: Sequence[WorkerRecord], stage: int) -> bool:
         """Note that workers load the layers of a stage; return False if they have them already."""

@@ -18,6 +18,11 @@ STEADY_SECONDS = 300.0
 """Time for which an engine has to be ready before its earlier deaths no longer count."""
 
 
+STANDBY_SECONDS = 5.0
+"""Time after a recovery in which no standby worker is started: its imports would slow down the
+requests that continue."""
+
+
 class RecoveryState(StrEnum):
     """State of an engine's worker processes, from the start of processes to ready or dead."""
 
@@ -51,6 +56,8 @@ class RecoveryLimits:
     """Standby worker processes per node, which replace dead workers."""
     spare_preloads: bool = False
     """True if standby workers of spare nodes load the layers of the costliest stage in advance."""
+    standbys_map: bool = False
+    """True if standby workers map the packed weights of all workers of their node in advance."""
     close_seconds: float = 5.0
     """Seconds in which a surviving worker has to free its KV cache; then it is killed."""
     phase_seconds: float = 900.0

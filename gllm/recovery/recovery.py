@@ -35,6 +35,7 @@ from gllm.recovery.actions import (
 )
 from gllm.recovery.kept_blocks import has_same_places
 from gllm.recovery.node_layout import NodeShape
+from gllm.recovery.phase_times import PhaseTimes, RecoveryPhase
 from gllm.recovery.placement import LOCAL_NODE, Placement, RankName
 from gllm.recovery.planned_changes import (
     Extend,
@@ -43,6 +44,7 @@ from gllm.recovery.planned_changes import (
     PlannedChanges,
 )
 from gllm.recovery.records import (
+    STANDBY_SECONDS,
     STEADY_SECONDS,
     Activity,
     RecoveryLimits,
@@ -109,6 +111,8 @@ class Recovery:
         self.predict_recompute: Callable[[], float] | None = None
         """Returns the seconds in which the running requests would be computed again; None if nobody
         knows."""
+        self.phase_times = PhaseTimes()
+        """Durations of the phases of the running recovery, or of the last one."""
         self._was_poisoned = False
         """True if a request ended the last epoch."""
         self._served: Placement | None = None
@@ -298,6 +302,7 @@ class Recovery:
         if epoch != self.epoch or self.state is not RecoveryState.LOADING:
             return []
         self.state = RecoveryState.FORMING
+        self.phase_times.enter(RecoveryPhase.CLOSE, now)
         self._pool.mark_idle()
         cause = f"the stages could not be assigned: {cause}"
         if self._stages.is_trial:
@@ -329,6 +334,8 @@ class Recovery:
         worker.has_connected = True
         if worker.activity is Activity.CLOSING:
             worker.begin_closing(now, self._limits)
+        if self.state is RecoveryState.LOADING and self._pool.is_connected:
+            self.phase_times.enter(RecoveryPhase.LOAD, now)
         return self._advance(now)
 
     def on_measured(self, sender: int, now: float, keeps_weights: bool = True) -> list[Action]:
@@ -401,7 +408,10 @@ class Recovery:
         self.state = RecoveryState.READY
         self.has_been_ready = True
         self._served = self.placement
+        if self.recovering_since is not None:
+            self._pool.delay_standbys(now + STANDBY_SECONDS)
         self.recovering_since, self.is_overdue = None, False
+        self.phase_times.end(now)
         self._ready_since = now
         self._assignments, self._connections = RetryRecord(), RetryRecord()
         for worker in self._pool.placed:
@@ -625,9 +635,11 @@ class Recovery:
                 self._seconds_per_layer = max(self._seconds_per_layer, seconds)
                 actions.append(InitializeCaches(self.epoch))
                 self._begin_phase(RecoveryState.INITIALIZING, now)
+                self.phase_times.enter(RecoveryPhase.ALLOCATE, now)
             case RecoveryState.INITIALIZING if self._pool.is_phase_finished:
                 actions.append(WarmUp(self.epoch))
                 self._begin_phase(RecoveryState.WARMING, now)
+                self.phase_times.enter(RecoveryPhase.WARM_UP, now)
         return actions
 
     def _begin_phase(self, state: RecoveryState, now: float) -> None:
@@ -654,6 +666,9 @@ class Recovery:
         self.placement = self._stages.make_placement(self.epoch)
         self._loading_since = now
         self._begin_phase(RecoveryState.LOADING, now)
+        is_started = self._pool.is_connected
+        phase = RecoveryPhase.LOAD if is_started else RecoveryPhase.START
+        self.phase_times.enter(phase, now)
         return [AssignEpoch(self.placement, self._can_keep_kv_cache(self.placement))]
 
     def _can_keep_kv_cache(self, placement: Placement) -> bool:
@@ -715,8 +730,10 @@ class Recovery:
         self._ready_since = math.inf
         if self.state is RecoveryState.READY:
             self.recovering_since = now
+            self.phase_times.begin(now)
             actions.append(DetachClient(cause))
         self.state = RecoveryState.FORMING
+        self.phase_times.enter(RecoveryPhase.CLOSE, now)
         actions += self._pool.close_instances(self.epoch, now)
         if self._changes.kind:
             actions += self._changes.end_preparation()

@@ -153,6 +153,10 @@ class WorkerPool:
             return []
         return [self._spawn(None, node) for node in self._missing_standbys()]
 
+    def delay_standbys(self, until: float) -> None:
+        """Start no standby workers before a time."""
+        self._standbys.retry_at = max(self._standbys.retry_at, until)
+
     def on_standby_exit(self, now: float) -> None:
         """Count the death of a standby worker, which delays the next one."""
         self._standbys.on_failure(now, self._jitter)

@@ -19,9 +19,11 @@ from gllm.recovery.actions import (
     RejectParked,
     SpawnWorker,
 )
+from gllm.recovery.phase_times import RecoveryPhase
 from gllm.recovery.records import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
+    STANDBY_SECONDS,
     STEADY_SECONDS,
     RecoveryLimits,
     RecoveryState,
@@ -126,7 +128,7 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
     should_measure: bool,
     rows: list[tuple[str, int, float]],
 ) -> None:
-    limits = RecoveryLimits(max_restarts, num_standbys=num_standbys)
+    limits = RecoveryLimits(max_restarts, num_standbys=num_standbys, standbys_map=seed % 2 == 0)
     world = World(degrees, limits, seed, should_measure)
     world.start()
     for event, pick, seconds in rows:
@@ -371,9 +373,57 @@ def test_a_standby_worker_takes_the_place_and_is_replaced_when_the_engine_is_rea
     assert actions_of(world, SpawnWorker) == []
     world.settle()
     assert sender_of(world, 1) == standby
+    assert isinstance(world.log[-1][1], AttachClient)
+    world.wait(0.9 * STANDBY_SECONDS)
+    assert actions_of(world, SpawnWorker) == [], "imports must not slow down what continues"
+    world.wait(0.2 * STANDBY_SECONDS)
     (spawn,) = actions_of(world, SpawnWorker)
     assert spawn.place is None
-    assert isinstance(world.log[-2][1], AttachClient), "imports must not slow down the recovery"
+
+
+def test_a_standby_worker_maps_the_weights_of_every_place_once_it_has_connected() -> None:
+    world = World([1, 2], RecoveryLimits(num_standbys=1, standbys_map=True))
+    world.start()
+    world.settle()
+    (standby,) = [sender for sender in world.alive if world.place[sender] is None]
+    if standby not in world.connected:
+        assert world.mapped == {}
+        world.connect(standby)
+    everything = [(0, (0, 2)), (0, (2, 4)), (1, (2, 4))]
+    assert world.mapped == {standby: everything}
+    world.exit(standby)
+    world.wait(60.0)
+    (successor,) = [sender for sender in world.alive if world.place[sender] is None]
+    world.connect(successor)
+    assert world.mapped[successor] == everything
+    world.exit(sender_of(world, 1))
+    world.settle()
+    assert sender_of(world, 1) == successor
+
+
+def test_other_layers_are_mapped_after_a_change() -> None:
+    world = ready_world(2, num_standbys=1, standbys_map=True)
+    (standby,) = [sender for sender in world.alive if world.place[sender] is None]
+    world.connect(standby)
+    assert world.mapped[standby] == [(0, (0, 2)), (0, (2, 4))]
+    world.run(world.recovery.change_layers([(0, 1), (1, 4)], "faster", world.now))
+    for sender in sorted(world.preparing[max(world.preparing)]):
+        world.prepare(sender)
+    world.settle()
+    assert world.mapped[standby] == [(0, (0, 1)), (0, (1, 4))]
+
+
+def test_the_phases_of_a_recovery_add_up_to_it() -> None:
+    world = ready_world(2)
+    assert world.recovery.phase_times.seconds == {}, "the start is no recovery"
+    begin = world.now
+    world.exit(sender_of(world, 1))
+    world.wait(1.0)
+    world.settle()
+    seconds = world.recovery.phase_times.seconds
+    assert set(seconds) == set(RecoveryPhase)
+    assert sum(seconds.values()) == pytest.approx(world.now - begin)
+    assert seconds[RecoveryPhase.CLOSE] == pytest.approx(1.0)
 
 
 def test_a_standby_worker_that_was_killed_takes_no_place() -> None:

@@ -141,7 +141,12 @@ def test_random_losses_end_in_a_ready_or_a_dead_engine(
     # Neighbouring stages share a node, and the first ones are on the head's.
     numbers = sorted(node for _, node in stages)
     nodes = [LOCAL_NODE if node == numbers[0] else f"node-{node}" for node in numbers]
-    limits = RecoveryLimits(max_restarts, num_standbys=num_standbys, spare_preloads=spare_preloads)
+    limits = RecoveryLimits(
+        max_restarts,
+        num_standbys=num_standbys,
+        spare_preloads=spare_preloads,
+        standbys_map=seed % 2 == 0,
+    )
     degrees = [degree for degree, _ in stages]
     world = NodeWorld(degrees, nodes, limits, seed, *flags)
     world.start()

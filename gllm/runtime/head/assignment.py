@@ -84,6 +84,9 @@ class NodeAssignment(msgspec.Struct, frozen=True):
     """True if the workers only measure their speed; the layers are preliminary."""
     change: int = 0
     """Number of the planned change for which the workers only load layers; 0 for none."""
+    standby: int = 0
+    """Standby worker that maps the weights of all workers of its machine, of which it will replace
+    one; it has the number `change` too. 0 for an assignment to the workers of the placement."""
     keeps_kv_cache: bool = False
     """True if the workers may use the KV caches of their predecessors in the same places."""
     peers: dict[str, LinkPeer] = {}
@@ -138,6 +141,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     change: int = 0
     """Number of the planned change of the layers' division for which the worker only loads layers,
     while it still computes its present stage, without descriptors and driver; 0 for none."""
+    replaceable: list[int] = []
+    """Workers of the placement whose weights a standby worker maps, as it will replace one of
+    them; empty in an assignment to a worker of the placement."""
 
     @property
     def place(self) -> WorkerPlacement:

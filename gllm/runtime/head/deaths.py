@@ -8,7 +8,7 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,8 @@ class DeathLog:
         """Recoveries that have begun, by kind of death."""
         self.recovery_seconds: list[float] = []
         """Pauses of the recoveries that have ended."""
+        self.phase_seconds: dict[str, float] = {}
+        """Sums of the durations of their phases; see `RecoveryPhase`."""
         self.cause = ""
         """Cause of the running recovery, or of the last one."""
         self.heartbeats: dict[int, Heartbeat] = {}
@@ -94,10 +96,17 @@ class DeathLog:
         self.recoveries[kind] += 1
         self.cause = cause
 
-    def end_recovery(self, since: float) -> float:
-        """Record that the engine is ready again; return the duration of the recovery in seconds."""
+    def end_recovery(self, since: float, phases: Mapping[str, float]) -> float:
+        """Record that the engine is ready again; return the duration of the recovery in seconds.
+
+        Args:
+            since: time of the death; time.monotonic().
+            phases: seconds of each phase.
+        """
         seconds = time.monotonic() - since
         self.recovery_seconds.append(seconds)
+        for phase, duration in phases.items():
+            self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + duration
         return seconds
 
     def keep_evidence(

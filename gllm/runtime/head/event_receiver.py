@@ -18,7 +18,7 @@ from gllm.messages.kv_disk import KvDiskTotals
 from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
 from gllm.messages.reports import BubbleReport, StageMeasured, StageUtilization, StepCostReport
 from gllm.messages.requests import EngineOutputs
-from gllm.observability.child_process import has_import_failure
+from gllm.observability.child_process import has_import_failure, was_killed
 from gllm.recovery.actions import Action, GiveUp, KillWorker
 from gllm.recovery.liveness import FrozenDetector
 from gllm.recovery.placement import LOCAL_NODE, Placement
@@ -215,11 +215,23 @@ class EventReceiver:
     def on_exit(self, sender: int, description: str) -> None:
         """Handle the exit of a process, after its last messages."""
         self._forget_timer(sender)
-        delay = 0.0 if self._recovery.is_exiting(sender) else REPORT_SECONDS
+        is_complete = self._recovery.is_exiting(sender) or self._has_nothing_to_report(
+            sender, description
+        )
+        delay = 0.0 if is_complete else REPORT_SECONDS
         stacks, now = self._read_stacks(sender), time.monotonic()
         self._timers[sender] = asyncio.get_running_loop().call_later(
             delay, self._on_reaped, sender, description, stacks, now
         )
+
+    def _has_nothing_to_report(self, sender: int, description: str) -> bool:
+        """Return True if no late message of an exited process can change what follows.
+
+        A process that a signal has ended reports no cause; only the driver has tokens to report.
+        """
+        placement = self._recovery.placement
+        is_driver = placement is not None and placement.senders[0] == sender
+        return was_killed(description) and not is_driver
 
     def on_session_lost(self, sender: int, cause: str) -> None:
         """Handle the end of a worker's message session.

@@ -143,22 +143,25 @@ class Node(ABC):
         """Make this machine's workers measure their speed, or load layers while their stage serves.
 
         Args:
-            assignment: with `is_probe`, or with the number of a planned change.
+            assignment: with `is_probe`, or with the number of a planned change or of what a standby
+                worker maps.
             folder: folder of the model.
             node: the only machine whose workers prepare; None for all.
         """
         if node not in (None, self.node_name):
             return
-        for worker in assignment.placement.workers_on(self.node_name):
+        own = [worker.sender for worker in assignment.placement.workers_on(self.node_name)]
+        for sender in [assignment.standby] if assignment.standby else own:
             self._send(
                 StageAssignment(
                     assignment.placement,
-                    worker.sender,
+                    sender,
                     assignment.config,
                     str(folder),
                     "",
                     is_probe=assignment.is_probe,
                     change=assignment.change,
+                    replaceable=own if assignment.standby else [],
                 )
             )
 

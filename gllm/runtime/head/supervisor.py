@@ -138,6 +138,7 @@ class Supervisor:
             # Without restarts nothing could use a standby worker.
             config.standby_workers if config.max_restarts else 0,
             spare_preloads=nodes is not None and nodes.spare_preloads,
+            standbys_map=config.weight_cache is not None and not config.is_emulated,
             # On one machine nothing waits for another one.
             node_return_seconds=0.0 if nodes is None else nodes.node_return_timeout,
             join_seconds=0.0 if nodes is None else nodes.join_timeout,
@@ -498,9 +499,9 @@ class Supervisor:
             case ChooseLayers():
                 layers = self.planner.choose_layers()
                 self._actions += self.recovery.change_layers(layers, "", time.monotonic())
-            case PrepareLayers(number, placement, cause, node):
+            case PrepareLayers(number, placement, cause, node, standby):
                 log.info("%s: the layers are loaded while the engine serves", cause)
-                assignment = NodeAssignment(placement, self.config, change=number)
+                assignment = NodeAssignment(placement, self.config, change=number, standby=standby)
                 self.nodes.prepare(assignment, self._folder, node)
             case BeginChange(kind, cause):
                 self.deaths.begin_recovery(kind, cause)
@@ -718,8 +719,9 @@ class Supervisor:
         self.execute(recovery.on_warm(time.monotonic()))
         if since is not None:
             log.info(
-                "the engine is ready again after %.2f s, in epoch %d; requests resumed: %d",
-                self.deaths.end_recovery(since),
+                "the engine is ready again after %.2f s (%s), in epoch %d; requests resumed: %d",
+                self.deaths.end_recovery(since, recovery.phase_times.seconds),
+                recovery.phase_times,
                 epoch,
                 self.client.num_resumed_requests - num_resumed,
             )

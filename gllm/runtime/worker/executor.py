@@ -36,7 +36,6 @@ from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.draft_plan import plan_draft
 from gllm.models.hub import require_tokenizer
-from gllm.models.large_pages import use_large_pages
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
 from gllm.models.shard import shard, unsupported_shard_reason
@@ -142,6 +141,8 @@ class Executor(ABC):
     _folder: Path | None = None
     """Folder of the loaded weights."""
     _grammars: GuideFactory | None = None
+    has_packed_weights = False
+    """True if `load` has packed weights in the memory of this host."""
     _draft: StageDraft | None = None
     """Draft of speculation, on the rank that samples."""
 
@@ -249,7 +250,7 @@ class Executor(ABC):
             previous: executors of this process that are closed or never computed. Their layers
                 that this stage has are taken over, the others freed.
             running: executor of this process that computes meanwhile, and shares its layers.
-            limit_bytes: memory for layers that have to be read.
+            limit_bytes: memory for layers that have to be read; with 0 a draft is left out.
 
         Raises:
             ModelError: the folder does not have the weights.
@@ -280,7 +281,8 @@ class Executor(ABC):
         has_grammars = any(executor._grammars is not None for executor in [self, *beside])
         if self.has_sampler and not has_grammars:
             self._create_grammars(folder)
-        self._load_draft(folder, beside)
+        if limit_bytes:
+            self._load_draft(folder, beside)
 
     def _load_draft(self, folder: Path, running: "Sequence[Executor]") -> None:
         """Load the weights of the draft, unless they are held.
@@ -339,7 +341,7 @@ class Executor(ABC):
         if self.device.type == "cpu":
             # What was packed before it was mapped, and what packing has used meanwhile.
             trim_memory()
-            use_large_pages(self._stage.parts, self._stage.ranks)
+            self.has_packed_weights = True
 
     def _open_weight_cache(self, folder: Path, held: ReusableParts) -> WeightCache | None:
         """Return the cache of packed weights that is configured; None without one."""

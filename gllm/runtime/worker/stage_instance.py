@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -161,7 +161,7 @@ class StageInstance:
         head: Spoke,
         on_error: Callable[[BaseException], None],
         previous: "StageInstance | None" = None,
-        prepared: StageLoader | None = None,
+        prepared: Sequence[StageLoader] = (),
     ) -> None:
         """Create an instance; if it has the driver, its hub is bound when this returns.
 
@@ -172,7 +172,7 @@ class StageInstance:
             head: session with the parent, in the epoch of the assignment.
             on_error: called with the error that ends the stage.
             previous: closed instance of this process; it is not used in any other way again.
-            prepared: layers that were loaded for this instance; None for none.
+            prepared: layers that were loaded for this instance, or for one of several stages.
         """
         self.assignment = assignment
         self._head = head

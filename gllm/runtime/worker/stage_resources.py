@@ -7,6 +7,7 @@ any moment. `StageLoader` loads the weights, or takes them from an earlier insta
 import gc
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.identity import hash_model, hash_numerics
+from gllm.models.large_pages import find_weight_pages, move_pages
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import (
     available_memory_bytes,
@@ -35,6 +37,8 @@ from gllm.transport.registry import join_senders, open_edges
 
 log = logging.getLogger(__name__)
 
+NICENESS = 10
+"""Priority of threads that work beside steps, so that these go on undisturbed."""
 PREPARED_SHARE = 0.9
 """Share of the available memory for layers that are loaded while other layers compute."""
 
@@ -75,6 +79,8 @@ class StageLoader:
         self._running = running
         self._is_cancelled = False
         self._has_loaded = False
+        self._small_pages: list[int] = []
+        """Pages of the weights that are to be moved to large pages once the stage serves."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -121,7 +127,10 @@ class StageLoader:
         folder, num_gpus = Path(assignment.model_folder), count_gpus(assignment.config.device)
         previous, running = self._wait_for_previous(), self._find_running()
         limit_bytes = math.inf
-        if assignment.change:
+        if assignment.replaceable:
+            # A standby worker maps what costs no memory.
+            limit_bytes = 0.0
+        elif assignment.change:
             limit_bytes = limit_prepared_bytes(assignment, num_gpus)
         if running is None:
             # This module imports no torch.
@@ -133,8 +142,31 @@ class StageLoader:
         if not assignment.change:
             backend.executor.log_choices()
         backend.executor.load(folder, self._report_progress, previous, running, limit_bytes)
+        if backend.executor.has_packed_weights:
+            stage = backend.executor.stage
+            self._small_pages = find_weight_pages(stage.parts, stage.ranks)
+            if not assignment.restart_cause:
+                move_pages(self._small_pages)
+                self._small_pages = []
         self.backend = backend
         self._has_loaded = True
+
+    def move_weights(self) -> None:
+        """Move the weights that a recovery has packed to large pages, on a thread beside the steps.
+
+        A start moves them before it serves. In a recovery requests wait, and moving may take longer
+        than packing.
+        """
+        pages, self._small_pages = self._small_pages, []
+        if not pages:
+            return
+
+        def run() -> None:
+            # Of this thread alone.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            move_pages(pages)
+
+        threading.Thread(target=run, name="large-pages", daemon=True).start()
 
     def _find_running(self) -> Executor | None:
         """Return the executor that computes meanwhile, with its weights; None without one."""
@@ -237,7 +269,7 @@ class StageResources:
         on_progress: Callable[[int, int], None],
         on_error: Callable[[BaseException], None],
         previous: "StageResources | None" = None,
-        prepared: StageLoader | None = None,
+        prepared: Sequence[StageLoader] = (),
     ) -> None:
         """Create the resources of an instance that has not been loaded.
 
@@ -246,7 +278,7 @@ class StageResources:
             on_progress: called on the loading thread with the bytes loaded and in total.
             on_error: called on any thread with the error that ends the stage.
             previous: of a closed instance, whose weights are taken over.
-            prepared: layers that were loaded for this instance; None for none.
+            prepared: layers that were loaded for this instance, or for one of several stages.
         """
         self.runner: StageRunner | None = None
         """Threads that compute and sample, once they are started."""
@@ -256,10 +288,8 @@ class StageResources:
         """KV blocks of the earlier worker that the cache begins with (recovery/kept_blocks.py)."""
         self._assignment = assignment
         self._on_error = on_error
-        loaders = [prepared, None if previous is None else previous.loader]
-        self.loader: StageLoader = StageLoader(
-            assignment, on_progress, [loader for loader in loaders if loader is not None]
-        )
+        loaders = [*prepared, *([] if previous is None else [previous.loader])]
+        self.loader: StageLoader = StageLoader(assignment, on_progress, loaders)
         """Has the weights, which outlive the resources."""
         self._lock = threading.Lock()
         """Held while edges, groups, caches and threads begin or end."""
@@ -369,6 +399,7 @@ class StageResources:
             config.slowdown_of(self._assignment.stage),
             self._groups,
         )
+        self.loader.move_weights()
 
     def copy_kv_blocks(
         self, command: CopyKvBlocks, on_copied: Callable[[KvBlocksCopied], None]

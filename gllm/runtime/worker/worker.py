@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import setproctitle
 import uvloop
 import zmq
+from msgspec.structs import replace
 
 from gllm.messages import lifecycle
 from gllm.messages.codec import AnyMessage, decode_for_worker
@@ -37,7 +38,7 @@ from gllm.runtime.worker.executor import WeightMemoryError
 from gllm.runtime.worker.probe import ProbeCancelledError, StageProbe
 from gllm.runtime.worker.stage import format_error
 from gllm.runtime.worker.stage_instance import StageInstance, run_in_thread
-from gllm.runtime.worker.stage_resources import StageLoader
+from gllm.runtime.worker.stage_resources import NICENESS, StageLoader
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 if TYPE_CHECKING:
@@ -46,24 +47,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-NICENESS = 10
-"""Priority of the thread that loads, so that steps go on undisturbed."""
-
-
 def prepare_layers(
     assignment: StageAssignment,
-    earlier: StageLoader | None,
+    earlier: Sequence[StageLoader],
     running: StageLoader | None,
     head: Spoke,
 ) -> StageLoader:
-    """Load the layers of a planned change on a thread, then send LayersPrepared to the head.
+    """Load layers for a later stage on a thread, then send LayersPrepared to the head.
 
     A failure does not end the worker. Layers that do not fit into memory now are loaded when the
     stage begins; another error is reported, so that the change is not made.
 
     Args:
         assignment: stage to load, with the number of the change.
-        earlier: loader of layers for another change; None for none.
+        earlier: loaders of layers for other stages, which are taken over or freed.
         running: loader of the present stage, whose layers are shared; None without one.
         head: session with the head process.
     """
@@ -72,7 +69,8 @@ def prepare_layers(
 
     def on_progress(done_bytes: int, total_bytes: int) -> None:
         nonlocal num_bytes
-        if running is not None and not done_bytes:
+        is_beside_steps = running is not None or assignment.replaceable
+        if is_beside_steps and not done_bytes:
             # Of this thread alone, which computes nothing.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         num_bytes = done_bytes
@@ -91,7 +89,7 @@ def prepare_layers(
             log.error("the layers of the next epoch cannot be loaded", exc_info=error)
             report(format_error(error), is_failed=True)
 
-    loader = StageLoader(assignment, on_progress, [] if earlier is None else [earlier], running)
+    loader = StageLoader(assignment, on_progress, earlier, running)
     on_loaded: Callable[[], None] = lambda: report("")  # noqa: E731
     loader.start(on_loaded, on_error)
     return loader
@@ -179,8 +177,9 @@ class Worker:
         self._is_assigned = False
         """True if `instance` is not closed."""
         self._closing: asyncio.Task[None] | None = None
-        self._prepared: StageLoader | None = None
-        """Layers for the next instance; None if it begins with those of the last one."""
+        self._prepared: list[StageLoader] = []
+        """Layers for the next instance, beside those of the last one: of a planned change, or of
+        all stages of which a standby worker will get one."""
         self._probe: StageProbe | None = None
         """Measurement under way."""
         self._probing: asyncio.Task[None] | None = None
@@ -212,9 +211,13 @@ class Worker:
 
         assignment: its descriptors belong to the instance.
         """
+        if assignment.replaceable:
+            stages = [replace(assignment, sender=sender) for sender in assignment.replaceable]
+            self._prepared = [prepare_layers(stage, [], None, self._head) for stage in stages]
+            return
         if assignment.change:
             running = None if self.instance is None else self.instance.loader
-            self._prepared = prepare_layers(assignment, self._prepared, running, self._head)
+            self._prepared = [prepare_layers(assignment, self._prepared, running, self._head)]
             return
         if self._is_assigned or self._closing is not None or self._probing is not None:
             self.fail(RuntimeError("a stage was assigned before the last one was closed"))
@@ -237,7 +240,7 @@ class Worker:
             self.instance,
             self._prepared,
         )
-        self._prepared = None
+        self._prepared = []
         self.instance.load()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:

@@ -71,6 +71,8 @@ class World:
         """Workers that were started for a planned change and have no place yet."""
         self.preloaded: dict[int, tuple[int, int]] = {}
         """Stage and rank whose layers a standby worker holds, by sender."""
+        self.mapped: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+        """Rank and layers of each worker whose weights a standby worker maps, by sender."""
         self.before_change: set[str] | None = None
         """Nodes of the stages before a planned change that is not ready yet."""
         self.is_planned = False
@@ -164,6 +166,8 @@ class World:
                 self.num_measurements += 1
                 self.instances |= dict.fromkeys(placement.senders, self.epoch)
                 self.pending["measured"] = set(placement.senders)
+            case PrepareLayers(_, placement, _, str(node), standby) if standby:
+                self._map(placement, node, standby)
             case PrepareLayers(_, placement, _, str(node)):
                 self._preload(placement, node)
             case PrepareLayers(number, placement):
@@ -266,6 +270,19 @@ class World:
             assert worker.sender in self.alive - self.killed
             assert self.place[worker.sender] is None
             self.preloaded[worker.sender] = (worker.stage, worker.rank)
+
+    def _map(self, placement: Placement, node: str, standby: int) -> None:
+        """Note the layers of the workers of its node that a standby worker maps."""
+        assert self.is_attached
+        assert self.limits.standbys_map
+        assert standby in (self.alive & self.connected) - self.killed
+        assert self.place[standby] is None
+        assert self.recovery.placement is not None
+        assert placement.workers == self.recovery.placement.workers
+        own = [(w.rank, placement.layers[w.stage]) for w in placement.workers_on(node)]
+        assert own, "it has a node with stages"
+        assert self.mapped.get(standby) != own, "once is enough"
+        self.mapped[standby] = own
 
     def stage_nodes(self) -> set[str]:
         """Return the nodes of the present stages."""
