@@ -4,6 +4,7 @@ They travel from the driver to the head process, and from there to the routers t
 """
 
 from gllm.messages.base import WireMessage
+from gllm.recovery.kept_blocks import IntactSlots
 from gllm.scheduler.cache_events import StoredBlocks
 
 
@@ -22,8 +23,8 @@ class AdoptKvBlocks(WireMessage, frozen=True):
     It comes before the first request, once all workers have their KV caches.
     """
 
-    blocks: bytes
-    """Blocks that are intact on all workers, as a bit per block (recovery/kept_blocks.py)."""
+    intact: IntactSlots
+    """Slots that are intact on all workers."""
 
 
 class KvCacheEvents(WireMessage, frozen=True):

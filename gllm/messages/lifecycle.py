@@ -2,6 +2,7 @@
 
 from gllm.messages.base import ProcessMessage, WireMessage
 from gllm.messages.kv_layout import KvLayout
+from gllm.recovery.kept_blocks import IntactSlots
 
 
 class Hello(ProcessMessage, frozen=True):
@@ -81,9 +82,8 @@ class StageReady(WireMessage, frozen=True):
     stage: int
     kv_layout: KvLayout | None = None
     """Layout of the KV cache in StageAssignment.kv_memory; None without --kv-transfer."""
-    intact_blocks: bytes = b""
-    """KV blocks of the earlier worker in this place, as a bit per block (recovery/kept_blocks.py);
-    empty for none."""
+    intact: IntactSlots = IntactSlots()
+    """Slots of the KV blocks of the earlier worker in this place that can be used."""
 
 
 class StageFailed(ProcessMessage, frozen=True):

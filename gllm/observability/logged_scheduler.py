@@ -22,6 +22,7 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.eviction import EvictionOrder
+from gllm.scheduler.kv_cache_manager import NO_TAILS
 from gllm.scheduler.kv_holds import ReadableKv
 from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest, SchedulerTransfers
 from gllm.scheduler.output_lengths import OutputLengths
@@ -75,11 +76,14 @@ class LoggedScheduler(Scheduler):
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
 
-    def adopt_blocks(self, digests: Mapping[int, bytes]) -> None:
+    def adopt_blocks(
+        self, digests: Mapping[int, bytes], tails: Mapping[int, tuple[bytes, int]] = NO_TAILS
+    ) -> None:
         """Log the blocks of an earlier scheduler and fill the prefix cache with them."""
         encoded = {block: digest.hex() for block, digest in digests.items()}
-        self._write(AdoptEvent(self._clock(), encoded))
-        super().adopt_blocks(digests)
+        begun = {block: (digest.hex(), number) for block, (digest, number) in tails.items()}
+        self._write(AdoptEvent(self._clock(), encoded, begun))
+        super().adopt_blocks(digests, tails)
 
     def set_depth(
         self, depth: int, max_prefill_tokens: int | None = None, is_mixed: bool = False
@@ -227,8 +231,11 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
         case ResetPrefixCacheEvent():
             scheduler.reset_prefix_cache()
         case AdoptEvent():
-            encoded = event.digests.items()
-            scheduler.adopt_blocks({block: bytes.fromhex(digest) for block, digest in encoded})
+            encoded, begun = event.digests.items(), event.tails.items()
+            scheduler.adopt_blocks(
+                {block: bytes.fromhex(digest) for block, digest in encoded},
+                {block: (bytes.fromhex(digest), number) for block, (digest, number) in begun},
+            )
         case DepthEvent():
             scheduler.set_depth(event.depth, event.max_prefill_tokens, event.is_mixed)
         case CommitEvent():

@@ -155,6 +155,8 @@ class AdoptEvent(msgspec.Struct, frozen=True, tag_field="event", tag="adopt"):
     time: float
     digests: dict[int, str]
     """Prefix-cache hash in hexadecimal by block."""
+    tails: dict[int, tuple[str, int]] = {}
+    """Hash of the first slots of other blocks in hexadecimal, and how many can be used."""
 
 
 class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):

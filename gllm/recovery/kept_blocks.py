@@ -3,7 +3,10 @@
 A set of blocks is bytes with a bit per block; the lowest bit of the first byte is block 0.
 """
 
+import math
 from collections.abc import Iterable
+
+import msgspec
 
 from gllm.recovery.placement import Placement
 
@@ -16,16 +19,34 @@ def has_same_places(before: Placement, after: Placement) -> bool:
     return before.layers == after.layers and before.nodes == after.nodes
 
 
-def intersect_block_sets(block_sets: Iterable[bytes]) -> bytes:
-    """Return the blocks that are in all sets; empty without sets, or if one of them is empty."""
-    sets = list(block_sets)
-    if not sets:
-        return b""
-    num_bytes = min(map(len, sets))
-    common = (1 << 8 * num_bytes) - 1
-    for blocks in sets:
-        common &= int.from_bytes(blocks[:num_bytes], "little")
-    return common.to_bytes(num_bytes, "little") if common else b""
+class IntactSlots(msgspec.Struct, frozen=True):
+    """Slots of KV blocks that hold what an earlier worker has computed."""
+
+    full: bytes = b""
+    """Set of the blocks of which all slots are intact."""
+    begun: dict[int, int] = {}
+    """Number of intact slots of other blocks, the first ones of each."""
+
+
+def intersect_slots(workers: Iterable[IntactSlots]) -> IntactSlots:
+    """Return the slots that are intact on all workers; none without workers."""
+    parts = list(workers)
+    if not parts:
+        return IntactSlots()
+    num_bytes = min(len(part.full) for part in parts)
+    full = (1 << 8 * num_bytes) - 1
+    for part in parts:
+        full &= int.from_bytes(part.full[:num_bytes], "little")
+    begun = {}
+    for block in set().union(*(part.begun for part in parts)):
+        # All slots of a block are more than any number of a block that has begun.
+        counts = [
+            part.begun.get(block, math.inf if contains_block(part.full, block) else 0)
+            for part in parts
+        ]
+        if (count := min(counts)) > 0:
+            begun[block] = int(count)
+    return IntactSlots(full.to_bytes(num_bytes, "little") if full else b"", begun)
 
 
 def contains_block(block_set: bytes, block: int) -> bool:

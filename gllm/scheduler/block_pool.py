@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gllm.scheduler.eviction import EvictionOrder, LruEviction
@@ -18,14 +19,15 @@ HASH_BYTES = 16
 """Size of a block hash in bytes."""
 TOKEN_TYPE = "q"
 """Type code of arrays of token ids."""
+NO_TAILS: Mapping[int, bytes] = MappingProxyType({})
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 128-bit prefix-cache hash of a full KV block and all tokens before it.
+    """Return the 128-bit prefix-cache hash of tokens of a KV block and all tokens before it.
 
     Args:
         parent: hash of the previous block, or `root_hash` for the first block.
-        token_ids: tokens of the block.
+        token_ids: tokens of the block, or its first ones.
     """
     return blake2b(parent + array(TOKEN_TYPE, token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
@@ -78,8 +80,14 @@ class BlockListener:
     def on_removed(self, block: int, digest: bytes) -> None:
         """Handle that a block is removed: it may be overwritten from now on."""
 
+    def on_tail(self, block: int, digest: bytes) -> None:
+        """Handle that the first slots of a block have a hash; a later one covers more of them."""
+
+    def on_tail_removed(self, block: int) -> None:
+        """Handle that the first slots of a block have no hash any more: they may be overwritten."""
+
     def on_cleared(self) -> None:
-        """Handle that all blocks are removed."""
+        """Handle that all blocks are removed, and all hashes of first slots."""
 
 
 class BlockPoolSnapshot(NamedTuple):
@@ -126,6 +134,10 @@ class BlockPool:
         self._states = states
         self.listeners: list[BlockListener] = []
         """Are told which blocks enter and leave the prefix cache."""
+        self._tails: set[int] = set()
+        """Blocks without a hash whose first slots have one, for the recovery from a death."""
+        self._adopted_tails: dict[bytes, int] = {}
+        """Free blocks whose first slots an earlier pool has named, by their hashes."""
 
     @property
     def digests(self) -> Collection[bytes]:
@@ -135,9 +147,10 @@ class BlockPool:
     def describe(self) -> BlockPoolSnapshot:
         """Return the present state of all blocks."""
         references = {block: number for block, number in enumerate(self._references) if number}
-        return BlockPoolSnapshot(references, list(self._evictable), list(self._free))
+        free = [*self._adopted_tails.values(), *self._free]
+        return BlockPoolSnapshot(references, list(self._evictable), free)
 
-    def adopt(self, digests: Mapping[int, bytes]) -> None:
+    def adopt(self, digests: Mapping[int, bytes], tails: Mapping[int, bytes] = NO_TAILS) -> None:
         """Fill the prefix cache of a new pool with blocks that an earlier pool has published.
 
         Nothing is known of their order of use: the ones with the smallest numbers are evicted
@@ -145,17 +158,23 @@ class BlockPool:
 
         Args:
             digests: hash by block; the memory of the block has the keys and values of its tokens.
+            tails: hash of the first slots of other blocks; see `pop_tail`.
 
         Raises:
-            ValueError: the pool is in use, a block does not exist, or two have the same hash.
+            ValueError: the pool is in use, a block does not exist or is listed twice, or two have
+                the same hash.
         """
         if self.num_free_blocks != self.num_blocks or self._by_hash:
             raise ValueError("only a pool without blocks in use can adopt others")
-        if digests and not 0 <= min(digests) <= max(digests) < self.num_blocks:
+        named = digests.keys() | tails.keys()
+        if named and not 0 <= min(named) <= max(named) < self.num_blocks:
             raise ValueError(f"a block is not one of the {self.num_blocks} of the pool")
         by_hash = {digest: block for block, digest in digests.items()}
-        if len(by_hash) != len(digests):
+        self._adopted_tails = {digest: block for block, digest in tails.items()}
+        if len(by_hash) + len(self._adopted_tails) != len(digests) + len(tails):
             raise ValueError("two blocks have the same hash")
+        if len(named) != len(digests) + len(tails):
+            raise ValueError("a block is listed twice")
         self._by_hash = by_hash
         for block, digest in sorted(digests.items()):
             self._hashes[block] = digest
@@ -163,7 +182,32 @@ class BlockPool:
             self._evictable.add(block, None)
             for listener in self.listeners:
                 listener.on_added(block, digest)
-        self._free = [block for block in self._free if block not in digests]
+        for block, digest in tails.items():
+            self.name_tail(block, digest)
+        self._free = [block for block in self._free if block not in named]
+
+    def pop_tail(self, digest: bytes) -> int | None:
+        """Allocate the adopted block whose first slots have a hash; None if there is none.
+
+        The block is the caller's alone, who goes on to write behind these slots.
+        """
+        block = self._adopted_tails.pop(digest, None)
+        if block is not None:
+            self.num_free_blocks -= 1
+            self._references[block] = 1
+        return block
+
+    def name_tail(self, block: int, digest: bytes) -> None:
+        """Name the first slots of a block that its sequence alone has, for a later pool.
+
+        Args:
+            block: without a hash of its own.
+            digest: hash of the tokens of these slots, and of all before them.
+        """
+        if self._hashes[block] is None:
+            self._tails.add(block)
+            for listener in self.listeners:
+                listener.on_tail(block, digest)
 
     def refresh(self, blocks: Sequence[int]) -> None:
         """Make unreferenced blocks of a chain the last ones to be evicted, its first block last."""
@@ -225,6 +269,7 @@ class BlockPool:
             return False
         self._hashes[block] = digest
         self._by_hash[digest] = block
+        self._tails.discard(block)
         self._evictable.on_published(block, digest, parent, position)
         for listener in self.listeners:
             listener.on_added(block, digest)
@@ -237,6 +282,8 @@ class BlockPool:
             if digest is not None:
                 self._hashes[block] = None
                 self._remove_digest(block, digest)
+            elif block in self._tails:
+                self._remove_tail(block)
 
     def reset_prefix_cache(self) -> None:
         """Remove all blocks from the prefix cache; referenced blocks keep their references."""
@@ -244,6 +291,9 @@ class BlockPool:
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
+        self._free += self._adopted_tails.values()
+        self._adopted_tails.clear()
+        self._tails.clear()
         if self._states is not None:
             self._states.clear()
         for listener in self.listeners:
@@ -275,14 +325,24 @@ class BlockPool:
     def _allocate_block(self) -> int:
         if self._free:
             block = self._free.pop()
+        elif self._adopted_tails:
+            _, block = self._adopted_tails.popitem()
         else:
             block = self._evictable.pop(self.now)
             digest = self._hashes[block]
             assert digest is not None
             self._hashes[block] = None
             self._remove_digest(block, digest)
+        if block in self._tails:
+            self._remove_tail(block)
         self._references[block] = 1
         return block
+
+    def _remove_tail(self, block: int) -> None:
+        """Remove the hash of a block's first slots."""
+        self._tails.discard(block)
+        for listener in self.listeners:
+            listener.on_tail_removed(block)
 
     def _remove_digest(self, block: int, digest: bytes) -> None:
         del self._by_hash[digest]

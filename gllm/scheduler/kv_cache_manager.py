@@ -3,15 +3,18 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from gllm.scheduler.block_pool import BlockListener, BlockPool, root_hash
+from gllm.scheduler.block_pool import BlockListener, BlockPool, chain_hash, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.eviction import EvictionOrder, create_eviction
 from gllm.scheduler.kv_holds import KvHolds
 from gllm.scheduler.sequence import Sequence
 from gllm.scheduler.state_slots import StateCache, list_prefill_boundaries
+
+NO_TAILS: Mapping[int, tuple[bytes, int]] = MappingProxyType({})
 
 
 class PublishedBlock(NamedTuple):
@@ -70,6 +73,11 @@ class KVCacheManager:
         """
         self.event_log: CacheEventLog | None = None
         """Changes of the prefix cache since the last report; None if nobody watches."""
+        self.names_tails = False
+        """True if the computed tokens behind the last full block of each sequence are named, so
+        that a later cache can adopt them."""
+        self._tail_slots: dict[bytes, int] = {}
+        """Usable slots of each adopted block that is not full, by the hash of its first ones."""
         self._num_reserved_blocks = math.ceil(config.kv_threshold * config.num_blocks)
 
     @property
@@ -97,6 +105,8 @@ class KVCacheManager:
         if self.states is not None:
             self._admit_state(self.states, sequence, len(shared))
         sequence.start_with_blocks(shared, len(shared) * self._block_size)
+        if self._tail_slots:
+            self._add_tail(sequence)
         self.running[sequence.seq] = sequence
         if self._unreported:
             hashes = sequence.get_block_hashes(len(shared), self._block_size)
@@ -105,11 +115,15 @@ class KVCacheManager:
                     self._report(sequence, index)
         return True
 
-    def adopt(self, digests: Mapping[int, bytes]) -> None:
+    def adopt(
+        self, digests: Mapping[int, bytes], tails: Mapping[int, tuple[bytes, int]] = NO_TAILS
+    ) -> None:
         """Fill the prefix cache with blocks that an earlier scheduler has published.
 
         Args:
             digests: hash by block; see BlockPool.adopt.
+            tails: of other blocks the hash that it has given to their first slots, and the number
+                of slots that can be used at most.
 
         Raises:
             ValueError: the cache is in use or off, the model has recurrent layers, whose states
@@ -117,7 +131,8 @@ class KVCacheManager:
         """
         if self.states is not None or not self._has_prefix_cache:
             raise ValueError("blocks are adopted by prefix caches without states alone")
-        self.block_pool.adopt(digests)
+        self.block_pool.adopt(digests, {block: digest for block, (digest, _) in tails.items()})
+        self._tail_slots = dict(tails.values())
         self._unreported.update(digests.values())
 
     def on_arrival(self, sequence: Sequence, now: float) -> None:
@@ -198,6 +213,44 @@ class KVCacheManager:
         sequence.num_published_blocks = num_full
         if published and self._offload is not None:
             self._offload.on_published(sequence, published)
+
+    def name_tail(self, sequence: Sequence) -> None:
+        """Name the computed tokens behind the last full block of a sequence, if they are to be."""
+        if not self.names_tails or sequence.request.is_kv_foreign:
+            return
+        num_known = min(sequence.num_computed_tokens, sequence.num_tokens)
+        num_full, num_slots = divmod(num_known, self._block_size)
+        if num_slots:
+            digest = self._hash_tail(sequence, num_full, num_slots)
+            self.block_pool.name_tail(sequence.block_ids[num_full], digest)
+
+    def _hash_tail(self, sequence: Sequence, num_full: int, num_slots: int) -> bytes:
+        """Return the hash of some tokens of a sequence behind its first full blocks."""
+        begin = num_full * self._block_size
+        if num_full:
+            parent = sequence.get_block_hashes(num_full, self._block_size)[num_full - 1]
+        else:
+            parent = root_hash(sequence.request.cache_salt)
+        return chain_hash(parent, sequence.token_ids[begin : begin + num_slots])
+
+    def _add_tail(self, sequence: Sequence) -> None:
+        """Let a sequence that starts with all of its full blocks go on behind an adopted tail."""
+        num_full = len(sequence.block_ids)
+        num_usable = sequence.num_prefill_tokens - 1 - num_full * self._block_size
+        has_scores = (
+            sequence.reads_prefix_cache or sequence.num_scored_tokens >= sequence.prompt_len
+        )
+        if num_usable >= self._block_size or not has_scores:
+            return
+        # What was committed last may not have reached the client.
+        for num_slots in range(num_usable, 0, -1):
+            digest = self._hash_tail(sequence, num_full, num_slots)
+            if self._tail_slots.get(digest, 0) < num_slots:
+                continue
+            if (block := self.block_pool.pop_tail(digest)) is not None:
+                sequence.add_tail(block, num_slots)
+                del self._tail_slots[digest]
+                return
 
     def _report(self, sequence: Sequence, index: int) -> None:
         """Report a block of a sequence, whose hash is computed, to those who watch the cache."""

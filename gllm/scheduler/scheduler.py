@@ -12,7 +12,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.eviction import EvictionOrder
 from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_admission import ADMISSION_RULES
-from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.kv_cache_manager import NO_TAILS, KVCacheManager
 from gllm.scheduler.kv_transfers import SchedulerTransfers
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
@@ -130,18 +130,22 @@ class Scheduler:
         self.kv_cache.on_arrival(sequence, now)
         self.transfers.add(sequence)
 
-    def adopt_blocks(self, digests: Mapping[int, bytes]) -> None:
+    def adopt_blocks(
+        self, digests: Mapping[int, bytes], tails: Mapping[int, tuple[bytes, int]] = NO_TAILS
+    ) -> None:
         """Fill the prefix cache with blocks of an earlier scheduler; called before any request.
 
-        The sequences that are resumed then find their tokens there, up to the last full block.
+        The sequences that are resumed then find their tokens there.
 
         Args:
             digests: prefix-cache hash by block.
+            tails: of other blocks the hash of their first slots, and the number of slots that can
+                be used.
 
         Raises:
             ValueError: the cache cannot adopt these blocks; see KVCacheManager.adopt.
         """
-        self.kv_cache.adopt(digests)
+        self.kv_cache.adopt(digests, tails)
 
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""
@@ -349,6 +353,7 @@ class Scheduler:
             sequence.num_computed_tokens = end
             if end >= (sequence.num_published_blocks + 1) * self.config.block_size:
                 self.kv_cache.publish(sequence)
+            self.kv_cache.name_tail(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
         if self.table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:

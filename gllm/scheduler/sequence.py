@@ -345,6 +345,13 @@ class Sequence:
         self.num_expected_cached_tokens = self.num_source_tokens = 0
         self.fork_parent = None
 
+    def add_tail(self, block: int, num_slots: int) -> None:
+        """Add a block whose first slots hold the next tokens, behind the blocks of the start."""
+        self.block_ids.append(block)
+        num_tokens = self.num_computed_tokens + num_slots
+        self.num_scheduled_tokens = self.num_computed_tokens = num_tokens
+        self.num_reused_tokens = num_tokens
+
     def reset(self) -> list[int]:
         """Discard the computed tokens; the sequence is prefilled again.
 

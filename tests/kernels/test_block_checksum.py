@@ -28,29 +28,74 @@ def create_cache(seed: int) -> list[torch.Tensor]:
     return tensors
 
 
-def compute(tensors: list[torch.Tensor], slots: list[int], is_native: bool) -> list[int]:
-    """Return the checksums after the slots were written."""
-    checksums = torch.zeros(NUM_BLOCKS, dtype=torch.int64)
+Checksums = tuple[list[int], list[int]]
+"""Checksum and number of counted slots of each block."""
+
+
+def compute(tensors: list[torch.Tensor], slots: list[int], is_native: bool) -> Checksums:
+    """Return the checksums after the slots were written in one step."""
+    return compute_steps(tensors, [slots], is_native)
+
+
+def compute_steps(
+    tensors: list[torch.Tensor], steps: list[list[int]], is_native: bool
+) -> Checksums:
+    """Return the checksums after the slots were written in several steps."""
+    checksums, counts = torch.zeros(2, NUM_BLOCKS, dtype=torch.int64)
     checker = BlockChecksums(tensors, NUM_BLOCKS, BLOCK_SIZE)
     store = checker.store if is_native else checker.store_by_torch
-    store(torch.tensor(slots, dtype=torch.int64), checksums)
-    return checksums.tolist()
+    for slots in steps:
+        store(torch.tensor(slots, dtype=torch.int64), checksums, counts)
+    return checksums.tolist(), counts.tolist()
 
 
 def last_slots(*blocks: int) -> list[int]:
-    """Return the last slot of each block."""
+    """Return the last slot of each block, from which all slots before it are counted too."""
     return [block * BLOCK_SIZE + BLOCK_SIZE - 1 for block in blocks]
 
 
+SLOTS = st.integers(0, (NUM_BLOCKS + 1) * BLOCK_SIZE - 1)
+
+
 @pytest.mark.skipif(load_library() is None, reason="no compiled kernels")
-@given(st.integers(0, 2**32), st.lists(st.integers(0, (NUM_BLOCKS + 1) * BLOCK_SIZE - 1)))
+@given(st.integers(0, 2**32), st.lists(st.lists(SLOTS), max_size=4))
 @settings(max_examples=50, deadline=None)
-def test_kernel_agrees_with_torch(seed: int, slots: list[int]) -> None:
+def test_kernel_agrees_with_torch(seed: int, steps: list[list[int]]) -> None:
+    """And both with the last slot of each block that was written: the rest is as if read again."""
     tensors = create_cache(seed)
-    checksums = compute(tensors, slots, is_native=True)
-    assert checksums == compute(tensors, slots, is_native=False)
-    complete = {slot // BLOCK_SIZE for slot in slots if slot % BLOCK_SIZE == BLOCK_SIZE - 1}
-    assert {block for block, value in enumerate(checksums) if value} == complete - {NUM_BLOCKS}
+    found = compute_steps(tensors, steps, is_native=True)
+    assert found == compute_steps(tensors, steps, is_native=False)
+    checksums, counts = found
+    written = {slot // BLOCK_SIZE: slot % BLOCK_SIZE + 1 for slots in steps for slot in slots}
+    assert counts == [written.get(block, 0) for block in range(NUM_BLOCKS)]
+    last = [block * BLOCK_SIZE + count - 1 for block, count in enumerate(counts) if count]
+    assert compute(tensors, last, is_native=True) == (checksums, counts)
+
+
+@given(st.integers(0, 2**32), st.permutations(range(NUM_BLOCKS)), st.data())
+@settings(max_examples=50, deadline=None)
+def test_steps_add_up_and_read_no_slot_twice(
+    seed: int, order: list[int], data: st.DataObject
+) -> None:
+    """Decodes add one slot, prefills several; slots that are counted are not looked at again."""
+    tensors = create_cache(seed)
+    expected = compute(tensors, last_slots(*range(NUM_BLOCKS)), is_native=True)
+    steps = []
+    for block in order:
+        begin = 0
+        while begin < BLOCK_SIZE:
+            end = data.draw(st.integers(begin + 1, BLOCK_SIZE))
+            steps.append([block * BLOCK_SIZE + slot for slot in range(begin, end)])
+            begin = end
+    assert compute_steps(tensors, steps, is_native=True) == expected
+    damaged = [tensor.clone() for tensor in tensors]
+    checksums, counts = torch.zeros(2, NUM_BLOCKS, dtype=torch.int64)
+    checker = BlockChecksums(damaged, NUM_BLOCKS, BLOCK_SIZE)
+    for slots in steps:
+        checker.store(torch.tensor(slots, dtype=torch.int64), checksums, counts)
+        for tensor in damaged:
+            tensor[slots[0] // BLOCK_SIZE, slots[0] % BLOCK_SIZE] = 0
+    assert (checksums.tolist(), counts.tolist()) == expected, "damage cannot hide in a checksum"
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -59,27 +104,23 @@ def test_every_flipped_bit_changes_the_checksum_of_its_block(is_native: bool) ->
         pytest.skip("no compiled kernels")
     tensors = create_cache(1)
     slots = last_slots(*range(NUM_BLOCKS))
-    before = compute(tensors, slots, is_native)
+    before, _ = compute(tensors, slots, is_native)
     for tensor in tensors:
         data = tensor.view(torch.uint8).view(len(tensor), -1)
         for index in range(data.shape[1]):
             data[2, index] ^= 1 << index % 8
-            after = compute(tensors, slots, is_native)
+            after, _ = compute(tensors, slots, is_native)
             assert [b for b in range(NUM_BLOCKS) if after[b] != before[b]] == [2]
             data[2, index] ^= 1 << index % 8
 
 
-def test_exchanged_words_and_blocks_change_checksums() -> None:
+def test_exchanged_words_and_slots_change_checksums() -> None:
     tensors = create_cache(2)
     slots = last_slots(*range(NUM_BLOCKS))
-    before = compute(tensors, slots, is_native=True)
+    before, _ = compute(tensors, slots, is_native=True)
     assert len(set(before)) == NUM_BLOCKS
     words = tensors[0].view(torch.int64).view(len(tensors[0]), -1)
     words[0, :2] = words[0, :2].flip(0)
-    assert compute(tensors, slots, is_native=True)[0] != before[0]
-
-
-def test_block_of_zeros_has_a_checksum() -> None:
-    """0 stands for blocks without a checksum."""
-    tensors = [torch.zeros(2, BLOCK_SIZE, 1, 8)]
-    assert all(compute(tensors, last_slots(0, 1), is_native=True)[:2])
+    tensors[2][1] = tensors[2][1].flip(0)
+    after, _ = compute(tensors, slots, is_native=True)
+    assert [block for block in range(NUM_BLOCKS) if after[block] != before[block]] == [0, 1]

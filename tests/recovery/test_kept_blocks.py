@@ -4,7 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.recovery.actions import AssignEpoch
-from gllm.recovery.kept_blocks import contains_block, has_same_places, intersect_block_sets
+from gllm.recovery.kept_blocks import (
+    IntactSlots,
+    contains_block,
+    has_same_places,
+    intersect_slots,
+)
 from gllm.recovery.placement import RankWorker, make_placement
 from tests.recovery.test_recovery import actions_of, ready_world, sender_of
 from tests.support.recovery.world import World
@@ -17,17 +22,33 @@ def encode(blocks: set[int]) -> bytes:
     return sum(1 << block for block in blocks).to_bytes(NUM_BLOCKS // 8, "little")
 
 
-@given(st.lists(st.sets(st.integers(0, NUM_BLOCKS - 1)), min_size=1, max_size=4))
-def test_blocks_are_those_of_all_workers(sets: list[set[int]]) -> None:
-    common = intersect_block_sets(map(encode, sets))
-    expected = set.intersection(*sets)
-    assert {block for block in range(2 * NUM_BLOCKS) if contains_block(common, block)} == expected
-    assert bool(common) == bool(expected)
+COUNTS = st.dictionaries(st.integers(0, NUM_BLOCKS - 1), st.integers(1, 4))
+"""Number of intact slots by block, of 4."""
+
+
+def slots_of(counts: dict[int, int]) -> IntactSlots:
+    """A worker's intact slots."""
+    full = {block for block, count in counts.items() if count == 4}
+    begun = {block: count for block, count in counts.items() if count < 4}
+    return IntactSlots(encode(full), begun)
+
+
+@given(st.lists(COUNTS, min_size=1, max_size=4))
+def test_slots_are_those_of_all_workers(workers: list[dict[int, int]]) -> None:
+    common = intersect_slots(map(slots_of, workers))
+    expected = {
+        block: min(counts.get(block, 0) for counts in workers) for block in range(NUM_BLOCKS)
+    }
+    for block in range(2 * NUM_BLOCKS):
+        count = expected.get(block, 0)
+        assert contains_block(common.full, block) == (count == 4)
+        assert common.begun.get(block, 0) == count % 4
+    assert (common == IntactSlots()) == (not any(expected.values()))
 
 
 def test_a_worker_without_blocks_leaves_none() -> None:
-    assert intersect_block_sets([encode({1, 2}), b""]) == b""
-    assert intersect_block_sets([]) == b""
+    assert intersect_slots([slots_of({1: 4, 2: 3}), IntactSlots()]) == IntactSlots()
+    assert intersect_slots([]) == IntactSlots()
 
 
 def test_places_are_the_same_with_other_processes_only() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gllm.recovery.kept_blocks import contains_block
+from gllm.recovery.kept_blocks import IntactSlots, contains_block
 from tests.support.engines.local_workers import LocalWorkers
 from tests.support.nodes.scripted_head import Head, head_of
 
@@ -51,12 +51,12 @@ async def test_the_next_epoch_computes_the_last_block_only(victims: list[int]) -
     async with head_of(node, 2) as head:
         head.assign()
         await head.initialize(NUM_BLOCKS)
-        assert head.adopt() == b""
+        assert head.adopt() == IntactSlots()
         for _ in range(3):
             expected = await serve_and_die(head, node, victims)
             head.assign(keeps_kv_cache=True)
             await head.initialize(NUM_BLOCKS)
-            assert head.adopt()
+            assert head.adopt().full
             tokens, num_computed = await count_prefill(head)
             assert tokens == expected
             assert num_computed == 16, "the last block of the prompt is always computed"
@@ -67,8 +67,8 @@ def flip_bits(node: LocalWorkers) -> None:
     descriptor = node._kv_files[1, 0]
     size = os.fstat(descriptor).st_size
     page = os.sysconf("SC_PAGE_SIZE")
-    # The first page has the header, the second one the checksums.
-    pages = range(2 * page, size, page)
+    # The first page has the header, the next ones the checksums and what they count.
+    pages = range(3 * page, size, page)
     offset = next(begin for begin in pages if any(os.pread(descriptor, page, begin)))
     byte = os.pread(descriptor, 1, offset)
     os.pwrite(descriptor, bytes([byte[0] ^ 64]), offset)
@@ -109,7 +109,7 @@ async def test_damage_is_computed_again(damage: Damage) -> None:
         assert await serve_and_die(head, node, [1]) == expected
         head.assign(keeps_kv_cache=True)
         await head.initialize(NUM_BLOCKS)
-        assert head.adopt()
+        assert head.adopt().full
         assert await count_prefill(head) == (expected, 16)
 
 
@@ -127,7 +127,7 @@ async def test_another_cache_is_not_used(change: str) -> None:
         # Even if the head were wrong about the layers.
         head.assign(layers, keeps_kv_cache=change != "another epoch")
         await head.initialize(NUM_BLOCKS + (change == "number of blocks"))
-        assert head.adopt() == b""
+        assert head.adopt() == IntactSlots()
         assert await count_prefill(head) == (expected, len(PROMPT))
 
 
@@ -153,7 +153,7 @@ async def test_a_driver_begins_with_what_the_one_before_had_published() -> None:
         head.assign(keeps_kv_cache=True)
         await head.initialize(NUM_BLOCKS)
         kept = head.adopt()
-        assert all(contains_block(kept, block) for block in published.values())
+        assert all(contains_block(kept.full, block) for block in published.values())
         pool = scheduler_of(head, node).kv_cache.block_pool
         await head.until(lambda: pool.digests)
         assert pool._by_hash == published

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.scheduler.block_pool import BlockListener, chain_hashes, root_hash
+from gllm.scheduler.block_pool import BlockListener, chain_hash, chain_hashes, root_hash
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
@@ -31,16 +31,27 @@ class HashStore(BlockListener):
 
     def __init__(self) -> None:
         self.digests: dict[int, bytes] = {}
+        self.tails: dict[int, bytes] = {}
+        """Hash of the first slots of other blocks."""
 
     def on_added(self, block: int, digest: bytes) -> None:
         assert block not in self.digests, "a block has one hash until it is removed"
         self.digests[block] = digest
+        self.tails.pop(block, None)
+
+    def on_tail(self, block: int, digest: bytes) -> None:
+        assert block not in self.digests, "a full block has the hash of all of its slots"
+        self.tails[block] = digest
+
+    def on_tail_removed(self, block: int) -> None:
+        del self.tails[block]
 
     def on_removed(self, block: int, digest: bytes) -> None:
         del self.digests[block]
 
     def on_cleared(self) -> None:
         self.digests.clear()
+        self.tails.clear()
 
 
 class LaggingPipeline(Pipeline):
@@ -50,6 +61,9 @@ class LaggingPipeline(Pipeline):
         super().__init__(config, forces, **drafters)
         self.hashes = HashStore()
         self.scheduler.kv_cache.block_pool.listeners.append(self.hashes)
+        self.scheduler.kv_cache.names_tails = True
+        self.earlier_tails: dict[bytes, int] = {}
+        """Slots that hashes of earlier pipelines name."""
         self._rng = rng
         self._queued: list[deque[tuple[StepPlan, Any]]] = [deque() for _ in self.stages]
         """By stage, plans that it has not computed."""
@@ -91,26 +105,55 @@ class LaggingPipeline(Pipeline):
             root = root_hash(self.requests[seq].cache_salt)
             for index, digest in enumerate(chain_hashes(root, text.tokens[:num_full], size)):
                 contents[digest] = text.digests[index * size : (index + 1) * size]
-        for block, digest in self.hashes.digests.items():
+        contents |= self.read_tails()
+        for block, digest in (*self.hashes.digests.items(), *self.hashes.tails.items()):
             if digest not in contents:
-                continue  # It was computed by an earlier pipeline.
+                # It was computed by an earlier pipeline.
+                assert block in self.hashes.digests or digest in self.earlier_tails
+                continue
+            begin, content = block * size, contents[digest]
             for stage in self.stages:
-                held = [stage.cache[slot] for slot in range(block * size, (block + 1) * size)]
-                assert held == contents[digest]
+                held = [stage.cache[slot] for slot in range(begin, begin + len(content))]
+                assert held == content
+
+    def read_tails(self) -> dict[bytes, list[int]]:
+        """Return the content of the first slots of a block, by the hash of each number of them."""
+        size = self.config.block_size
+        contents: dict[bytes, list[int]] = {}
+        for seq, text in self.texts.items():
+            parent = root_hash(self.requests[seq].cache_salt)
+            for begin in range(0, len(text.tokens), size):
+                tokens = text.tokens[begin : begin + size]
+                for count in range(1, min(size, len(tokens) + 1)):
+                    digest = chain_hash(parent, tokens[:count])
+                    contents[digest] = text.digests[begin : begin + count]
+                parent = chain_hash(parent, tokens)
+        return contents
 
     def follow(self, old: "LaggingPipeline", num_damaged: int) -> None:
         """Begin with the caches of a pipeline that has ended, without some damaged blocks."""
         kept = dict(old.hashes.digests)
         for block in self._rng.sample(sorted(kept), min(num_damaged, len(kept))):
             del kept[block]
+        numbers = {digest: len(content) for digest, content in old.read_tails().items()}
+        self.earlier_tails = old.earlier_tails | numbers
+        tails: dict[int, tuple[bytes, int]] = {}
+        for block, digest in old.hashes.tails.items():
+            number = self.earlier_tails[digest]
+            if num_damaged and self._rng.random() < 0.3:
+                number = self._rng.randrange(number)
+            if number and digest not in {known for known, _ in tails.values()}:
+                tails[block] = digest, number
         size = self.config.block_size
+        usable = dict.fromkeys(kept, size) | {block: number for block, (_, number) in tails.items()}
         for stage, before in zip(self.stages, old.stages, strict=True):
             stage.cache = {
-                slot: value if slot // size in kept else GARBAGE
+                slot: value if slot % size < usable.get(slot // size, 0) else GARBAGE
                 for slot, value in before.cache.items()
             }
-        self.scheduler.adopt_blocks(kept)
+        self.scheduler.adopt_blocks(kept, tails)
         assert self.hashes.digests == kept
+        assert self.hashes.tails == {block: digest for block, (digest, _) in tails.items()}
 
 
 @st.composite
@@ -154,7 +197,7 @@ def test_kept_blocks_have_the_tokens_of_their_hashes(
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-def test_only_the_last_block_and_steps_in_flight_are_computed_again(num_stages: int) -> None:
+def test_only_the_last_token_and_steps_in_flight_are_computed_again(num_stages: int) -> None:
     config = SchedulerConfig(block_size=4).resolve(num_stages, 400, 200)
     old = LaggingPipeline(config, False, Random(1))
     requests = [SchedulerRequest(seq, prompt(20 + seq, mark=seq), 60) for seq in range(9)]
@@ -172,7 +215,8 @@ def test_only_the_last_block_and_steps_in_flight_are_computed_again(num_stages: 
     life.cut(new)
     new.drain()
     stats = new.scheduler.stats()
-    assert stats.resumed_computed_tokens <= len(requests) * config.block_size
+    # The client has all tokens that were committed, and the last one has not been computed.
+    assert stats.resumed_computed_tokens == len(requests)
     total = sum(20 + seq + len(old.generated[seq]) for seq in range(9))
     assert stats.resumed_cached_tokens + stats.resumed_computed_tokens == total
     assert [output for _, output, _ in life.results()] == [generate(r) for r in requests]
@@ -229,12 +273,35 @@ def test_watchers_get_the_tokens_of_kept_blocks_once_a_request_has_them() -> Non
         ({60: b"a" * 16}, "not one of"),
         ({-1: b"a" * 16}, "not one of"),
         ({1: b"a" * 16, 2: b"a" * 16}, "same hash"),
+        ({7: b"a" * 16}, "listed twice"),
     ],
 )
 def test_impossible_blocks_are_refused(digests: dict[int, bytes], message: str) -> None:
     scheduler = Scheduler(SchedulerConfig().resolve(1, 60, 200))
     with pytest.raises(ValueError, match=message):
-        scheduler.adopt_blocks(digests)
+        scheduler.adopt_blocks(digests, {7: (b"b" * 16, 3)})
+
+
+def test_a_tail_is_used_by_one_sequence_and_as_far_as_it_is_intact() -> None:
+    config = SchedulerConfig(block_size=4).resolve(1, 60, 200)
+    tokens = prompt(11)
+    hashes = chain_hashes(root_hash(""), tokens[:8], 4)
+    tail = chain_hash(hashes[1], tokens[8:10])
+    for num_slots, expected in ((1, 8), (2, 10), (4, 10)):
+        cache = Scheduler(config).kv_cache
+        cache.adopt({5: hashes[0], 6: hashes[1]}, {9: (tail, num_slots), 12: (b"other" * 3, 1)})
+        assert cache.block_pool.num_free_blocks == 60
+        scheduled = []
+        table = Scheduler(config).table
+        for seq in range(2):
+            sequence = table.add(SchedulerRequest(seq, tokens, 5), 0.0)
+            assert cache.admit(sequence)
+            scheduled.append(sequence.num_computed_tokens)
+        assert scheduled == [expected, 8]
+        assert cache.block_pool.num_free_blocks == 60 - 2 - (expected > 8)
+        # Those that nobody needs are allocated like any others.
+        assert len(cache.block_pool.allocate(cache.block_pool.num_free_blocks)) > 50
+        assert cache.block_pool.num_free_blocks == 0
 
 
 def test_a_cache_in_use_adopts_nothing() -> None:

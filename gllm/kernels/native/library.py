@@ -406,7 +406,7 @@ class ChecksumArguments(ctypes.Structure):
     """
 
     _fields_ = _fields(
-        ("checksums slots addresses block_bytes", Pointer),
+        ("checksums counts slots addresses slot_bytes", Pointer),
         ("num_slots num_tensors num_blocks block_size", Long),
     )
 

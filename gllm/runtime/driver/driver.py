@@ -269,9 +269,12 @@ class Driver:
                 has_disk=has_kv_disk and staging is None,
             )
         self._earlier_hashes: dict[int, bytes] = {}
+        self._earlier_tails: dict[int, bytes] = {}
         """Hash of each block that the driver before had published, until blocks are adopted."""
         if hash_file is not None:
             self._earlier_hashes = hash_file.earlier
+            self._earlier_tails = hash_file.earlier_tails
+            scheduler.kv_cache.names_tails = True
             scheduler.kv_cache.block_pool.listeners.append(hash_file)
         self._pacing = pacing
         self._plan_record = plan_record
@@ -453,14 +456,23 @@ class Driver:
         Those that no committed step has published are not among them.
         """
         earlier, self._earlier_hashes = self._earlier_hashes, {}
-        intact = {
-            block: digest
-            for block, digest in earlier.items()
-            if contains_block(message.blocks, block)
-        }
-        if intact:
-            self.scheduler.adopt_blocks(intact)
-        log.info("KV blocks kept from before: %d of %d", len(intact), len(earlier))
+        earlier_tails, self._earlier_tails = self._earlier_tails, {}
+        full = message.intact.full
+        kept = {block: digest for block, digest in earlier.items() if contains_block(full, block)}
+        tails = {}
+        for block, digest in earlier_tails.items():
+            num_slots = message.intact.begun.get(block, 0)
+            if contains_block(full, block):
+                # The last step that wrote to it has not been committed.
+                num_slots = self.scheduler.config.block_size
+            if num_slots:
+                tails[block] = digest, num_slots
+        if kept or tails:
+            self.scheduler.adopt_blocks(kept, tails)
+        log.info(
+            "KV blocks kept from before: %d of %d, and %d of %d that were not full",
+            *(len(kept), len(earlier), len(tails), len(earlier_tails)),
+        )
 
     def watch_kv_cache(self, message: WatchKvCache) -> None:
         """Start or stop the reports on the prefix cache; the first report is a snapshot."""

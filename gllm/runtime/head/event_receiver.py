@@ -189,9 +189,9 @@ class EventReceiver:
             case lifecycle.StageLoaded():
                 self._supervisor.loaded[sender] = message
                 return self._recovery.on_loaded(sender, now, message.keeps_weights)
-            case lifecycle.StageReady(kv_layout=layout, intact_blocks=blocks):
+            case lifecycle.StageReady(kv_layout=layout, intact=intact):
                 self._supervisor.kv_mover.add_layout(sender, layout)
-                self._supervisor.intact_blocks[sender] = blocks
+                self._supervisor.intact[sender] = intact
                 return self._recovery.on_ready(sender, now)
             case lifecycle.EpochClosed():
                 return self._recovery.on_closed(sender, now)

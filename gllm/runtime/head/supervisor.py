@@ -54,7 +54,7 @@ from gllm.recovery.actions import (
     WarmUp,
 )
 from gllm.recovery.admission_state import AdmissionState
-from gllm.recovery.kept_blocks import intersect_block_sets
+from gllm.recovery.kept_blocks import IntactSlots, intersect_slots
 from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
@@ -164,8 +164,8 @@ class Supervisor:
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present epoch's workers, by sender."""
-        self.intact_blocks: dict[int, bytes] = {}
-        """KV blocks of the epoch before that each of these workers can use, by sender."""
+        self.intact: dict[int, IntactSlots] = {}
+        """Slots of KV blocks of the epoch before that each of these workers can use, by sender."""
         self.num_blocks = self.num_state_slots = 0
         """KV blocks and state slots of each worker; 0 before the weights are loaded."""
         self.kv_bytes = 0
@@ -560,7 +560,7 @@ class Supervisor:
         self.client.detach(self.deaths.cause)
         self._detach_driver(self.deaths.cause)
         self.loaded.clear()
-        self.intact_blocks.clear()
+        self.intact.clear()
         if self.group is not None:
             self.edges.begin(placement)
         self._close_plan_record()
@@ -689,11 +689,11 @@ class Supervisor:
         }
         self.kv_mover.open(epoch, machines, self.nodes.kv_memory, block_bytes)
         loop = asyncio.get_running_loop()
-        blocks = intersect_block_sets(
-            self.intact_blocks.get(sender, b"") for sender in placement.senders
+        intact = intersect_slots(
+            self.intact.get(sender, IntactSlots()) for sender in placement.senders
         )
-        if blocks:
-            self.send_to_driver(AdoptKvBlocks(blocks))
+        if intact != IntactSlots():
+            self.send_to_driver(AdoptKvBlocks(intact))
         # Before the first request, so that token ids of all new blocks are known.
         self.kv_events.attach(self.send_to_driver)
         stream = self.client.submit_warm_up(self.send_to_driver)

@@ -1,8 +1,9 @@
 """Memory file of a worker's KV cache, which outlives the worker.
 
 The parent keeps the file open, so that a worker of the next epoch finds the blocks that its
-predecessor has computed. Each full block has a checksum, stored once the block's last slot is
-computed. A block that was damaged, or that was being written when the worker died, has another one.
+predecessor has computed. Each block has a checksum of its first slots, to which each step adds
+those that it has computed. Slots that were damaged have another one, and a slot that was being
+written when the worker died is not counted.
 
 The driver knows which of the blocks belong to committed steps
 (gllm/runtime/driver/hash_file.py).
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.block_checksum import BlockChecksums
+from gllm.recovery.kept_blocks import IntactSlots
 
 _DIGEST_BYTES = 32
 _HEADER = struct.Struct(f"={_DIGEST_BYTES}sQ")
@@ -60,9 +62,9 @@ class KvFile:
             os.ftruncate(descriptor, 0)
         self._end = 0
         self._header = self._map(_HEADER.size)
-        self._checksums: Tensor = torch.frombuffer(
-            self._map(num_blocks * torch.int64.itemsize), dtype=torch.int64, count=num_blocks
-        )
+        self._checksums: Tensor = self._map_numbers(num_blocks)
+        self._counts: Tensor = self._map_numbers(num_blocks)
+        """Slots of each block that its checksum counts."""
         self._tensors: list[Tensor] = []
         self._checker: BlockChecksums | None = None
 
@@ -94,37 +96,49 @@ class KvFile:
         _HEADER.pack_into(self._header, 0, self._digest, self._end)
 
     def store_checksums(self, slots: Tensor) -> None:
-        """Store the checksums of the blocks whose last slot a step has computed.
+        """Add the slots that a step has computed to the checksums of their blocks.
 
         Args:
             slots: [tokens] int64: computed slots, block * block_size + offset in the block.
         """
         assert self._checker is not None, "the file is complete"
-        self._checker.store(slots, self._checksums)
+        self._checker.store(slots, self._checksums, self._counts)
 
-    def find_intact_blocks(self, num_threads: int = 1) -> bytes:
-        """Return the blocks of the earlier worker whose checksums are right, as a bit per block.
+    def find_intact_slots(self, num_threads: int = 1) -> IntactSlots:
+        """Return the first slots of the earlier worker's blocks whose checksums are right.
 
-        The lowest bit of the first byte is block 0. Wrong checksums are removed. The result is
-        empty if there was no earlier worker.
+        Wrong checksums are removed. Nothing is intact if there was no earlier worker.
 
         num_threads: threads that read the blocks.
         """
         if not self.has_content:
-            return b""
-        last_slots = (self._checksums.nonzero().flatten() + 1) * self._block_size - 1
-        computed = torch.zeros_like(self._checksums)
+            return IntactSlots()
+        size = self._block_size
+        # A count that is none is damaged itself.
+        self._counts[(self._counts < 0) | (self._counts > size)] = 0
+        blocks = self._counts.nonzero().flatten()
+        last_slots = blocks * size + self._counts[blocks] - 1
+        computed, counts = torch.zeros(2, self._num_blocks, dtype=torch.int64)
         checkers = [
-            BlockChecksums(self._tensors, self._num_blocks, self._block_size)
-            for _ in range(num_threads)
+            BlockChecksums(self._tensors, self._num_blocks, size) for _ in range(num_threads)
         ]
         with ThreadPoolExecutor(num_threads, "kv-checksums") as threads:
             parts = zip(checkers, last_slots.tensor_split(num_threads), strict=True)
-            for done in [threads.submit(each.store, part, computed) for each, part in parts]:
+            for done in [
+                threads.submit(each.store, part, computed, counts) for each, part in parts
+            ]:
                 done.result()
-        is_intact = (self._checksums != 0) & (self._checksums == computed)
-        self._checksums[~is_intact] = 0
-        return np.packbits(is_intact.numpy(), bitorder="little").tobytes()
+        self._counts[self._checksums != computed] = 0
+        full = np.packbits((self._counts == size).numpy(), bitorder="little").tobytes()
+        begun = ((self._counts > 0) & (self._counts < size)).nonzero().flatten()
+        return IntactSlots(
+            full, dict(zip(begun.tolist(), self._counts[begun].tolist(), strict=True))
+        )
+
+    def _map_numbers(self, count: int) -> Tensor:
+        """Map the next part of the file as numbers [count] int64."""
+        memory = self._map(count * torch.int64.itemsize)
+        return torch.frombuffer(memory, dtype=torch.int64, count=count)
 
     def _map(self, num_bytes: int) -> mmap.mmap:
         """Map the next part of the file."""

@@ -402,8 +402,8 @@ class StageInstance:
 
     def _send_ready(self) -> None:
         """Report that this worker runs steps."""
-        layout, blocks = self._resources.kv_layout, self._resources.intact_blocks
-        self._send(StageReady(self.assignment.stage, layout, blocks))
+        layout, intact = self._resources.kv_layout, self._resources.intact
+        self._send(StageReady(self.assignment.stage, layout, intact))
 
     def _handle_message(self, message: AnyMessage) -> None:
         match message:

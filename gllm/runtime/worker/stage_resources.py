@@ -20,6 +20,7 @@ from gllm.messages.steps import GrammarReady, StepDone
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.identity import hash_model, hash_numerics
 from gllm.models.large_pages import find_weight_pages, move_pages
+from gllm.recovery.kept_blocks import IntactSlots
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import (
     available_memory_bytes,
@@ -284,8 +285,8 @@ class StageResources:
         """Threads that compute and sample, once they are started."""
         self.kv_layout: KvLayout | None = None
         """Layout of the KV cache, once it is allocated in memory that other processes map."""
-        self.intact_blocks = b""
-        """KV blocks of the earlier worker that the cache begins with (recovery/kept_blocks.py)."""
+        self.intact = IntactSlots()
+        """Slots of the earlier worker's KV blocks that the cache begins with."""
         self._assignment = assignment
         self._on_error = on_error
         loaders = [*prepared, *([] if previous is None else [previous.loader])]
@@ -343,9 +344,7 @@ class StageResources:
                 executor.kv_file = None
                 executor.allocate(*sizes, kv_memory, num_state_slots)
             if executor.kv_file is not None:
-                self.intact_blocks = executor.kv_file.find_intact_blocks(
-                    self._assignment.num_threads
-                )
+                self.intact = executor.kv_file.find_intact_slots(self._assignment.num_threads)
             if kv_memory is not None:
                 folder = Path(self._assignment.model_folder)
                 model = hash_numerics(hash_model(folder), executor.kv_numerics)

@@ -11,7 +11,11 @@ from gllm.runtime.driver.hash_file import HashFile
 
 NUM_BLOCKS = 12
 OPERATIONS = st.lists(
-    st.tuples(st.integers(0, NUM_BLOCKS - 1), st.none() | st.binary(min_size=16, max_size=16))
+    st.tuples(
+        st.integers(0, NUM_BLOCKS - 1),
+        st.none() | st.binary(min_size=16, max_size=16),
+        st.booleans(),
+    )
 )
 
 
@@ -25,23 +29,32 @@ def descriptor() -> Iterator[int]:
 @given(lives=st.lists(OPERATIONS, min_size=1, max_size=3))
 @settings(max_examples=50, deadline=None)
 def test_a_driver_finds_what_the_one_before_had_published(
-    lives: list[list[tuple[int, bytes | None]]],
+    lives: list[list[tuple[int, bytes | None, bool]]],
 ) -> None:
     """At any moment, because the file is not closed; and nothing of the driver before that one."""
     descriptor = os.memfd_create("test-hashes")
     try:
-        expected: dict[int, bytes] = {}
-        for operations in lives:
+        full: dict[int, bytes] = {}
+        tails: dict[int, bytes] = {}
+        for operations in [*lives, []]:
             file = HashFile(descriptor, NUM_BLOCKS)
-            assert file.earlier == expected
-            expected = {}
-            for block, digest in operations:
-                if digest is None:
-                    file.on_removed(block, expected.pop(block, b""))
-                elif any(digest) and digest not in expected.values():
+            assert (file.earlier, file.earlier_tails) == (full, tails)
+            full, tails = {}, {}
+            for block, digest, is_tail in operations:
+                if digest is None and block in tails:
+                    file.on_tail_removed(block)
+                elif digest is None:
+                    file.on_removed(block, full.get(block, b""))
+                elif not any(digest) or digest in {*full.values(), *tails.values()}:
+                    continue
+                elif is_tail:
+                    file.on_tail(block, digest)
+                else:
                     file.on_added(block, digest)
-                    expected[block] = digest
-        assert HashFile(descriptor, NUM_BLOCKS).earlier == expected
+                for kind in (full, tails):
+                    kind.pop(block, None)
+                if digest is not None:
+                    (tails if is_tail else full)[block] = digest
     finally:
         os.close(descriptor)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.recovery.kept_blocks import contains_block
+from gllm.recovery.kept_blocks import IntactSlots, contains_block
 from gllm.runtime.worker.kv_file import KvFile
 
 NUM_BLOCKS = 10
@@ -45,20 +45,21 @@ class Worker:
 
     @property
     def intact(self) -> set[int]:
-        """Blocks that are found."""
-        found = self.file.find_intact_blocks()
+        """Full blocks that are found."""
+        found = self.file.find_intact_slots().full
         return {block for block in range(8 * len(found)) if contains_block(found, block)}
 
 
-def test_a_successor_finds_the_full_blocks(descriptor: int) -> None:
+def test_a_successor_finds_the_blocks_and_their_first_slots(descriptor: int) -> None:
     first = Worker(descriptor)
-    assert first.file.find_intact_blocks() == b"", "nobody was before"
+    assert first.file.find_intact_slots() == IntactSlots(), "nobody was before"
     for block in (0, 3, 9):
         first.write(block)
     first.write(5, num_slots=BLOCK_SIZE - 1)
     del first
     second = Worker(descriptor)
     assert second.intact == {0, 3, 9}
+    assert second.file.find_intact_slots().begun == {5: BLOCK_SIZE - 1}
     assert float(second.keys[3].sum()) == 4 * BLOCK_SIZE * 6
     second.write(5)
     assert Worker(descriptor).intact == {0, 3, 5, 9}
@@ -70,7 +71,19 @@ def test_a_block_that_is_written_again_has_a_new_checksum(descriptor: int) -> No
     worker.write(2, value=7.0)
     worker.write(4)
     worker.write(4, num_slots=2, value=7.0)
-    assert Worker(descriptor).intact == {2}, "half of block 4 belongs to others"
+    found = Worker(descriptor)
+    assert found.intact == {2}, "half of block 4 belongs to others"
+    assert found.file.find_intact_slots(2).begun == {4: 2}
+
+
+def test_a_slot_that_was_being_written_is_not_counted(descriptor: int) -> None:
+    worker = Worker(descriptor)
+    worker.write(2, num_slots=2)
+    worker.keys[2, 2] = 9.0
+    worker.write(4, num_slots=3)
+    worker.keys[4, 1] = 9.0
+    assert Worker(descriptor).file.find_intact_slots().begun == {2: 2}
+    assert Worker(descriptor).file.find_intact_slots().begun == {2: 2}, "wrong ones are removed"
 
 
 @given(
@@ -183,5 +196,5 @@ def test_a_tensor_without_checksums_is_kept_and_damages_no_block(descriptor: int
     first.store_checksums(torch.arange(2 * BLOCK_SIZE, 3 * BLOCK_SIZE))
     draft[2] = 7.0
     second, keys, draft = open_file()
-    assert contains_block(second.find_intact_blocks(), 2)
+    assert contains_block(second.find_intact_slots().full, 2)
     assert (float(keys[2, 0, 0, 0]), float(draft[2, 0, 0, 0])) == (5.0, 7.0)

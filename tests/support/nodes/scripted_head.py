@@ -34,7 +34,7 @@ from gllm.messages.lifecycle import (
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.recovery.kept_blocks import intersect_block_sets
+from gllm.recovery.kept_blocks import IntactSlots, intersect_slots
 from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.head.node import Node
@@ -122,21 +122,21 @@ class Head:
             await self.wait_for(StageReady, sender)
         self.node.on_epoch_ready()
 
-    def adopt(self) -> bytes:
+    def adopt(self) -> IntactSlots:
         """Let the driver begin with the KV blocks that all workers of the epoch have reported.
 
         Returns:
-            The blocks, as a bit per block.
+            The slots that are intact on all of them.
         """
         reports = {
-            sender: message.intact_blocks
+            sender: message.intact
             for epoch, sender, message in self.messages
             if epoch == self.epoch and isinstance(message, StageReady)
         }
-        blocks = intersect_block_sets(reports[sender] for sender in self.senders)
-        if blocks:
-            self.hub.send(self.senders[0], AdoptKvBlocks(blocks))
-        return blocks
+        intact = intersect_slots(reports[sender] for sender in self.senders)
+        if intact != IntactSlots():
+            self.hub.send(self.senders[0], AdoptKvBlocks(intact))
+        return intact
 
     @property
     def stats(self) -> SchedulerStats:

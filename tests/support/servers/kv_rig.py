@@ -20,7 +20,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.engine.text_engine import TextEngine
 from gllm.messages.codec import decode_for_kv_mover, decode_from_kv_mover
-from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
+from gllm.messages.kv_transfer import FetchKv, KvFetched, RevokeKv, ServeKv
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.identity import hash_model
@@ -97,9 +97,13 @@ class KvWatch:
         self.mover = mover
         self.served: dict[int, ServeKv] = {}
         """Blocks that the engine has kept, by ticket."""
+        self.revoked: set[int] = set()
+        """Tickets whose blocks the engine may use for other tokens, now or soon."""
         self.fetches: dict[int, FetchKv] = {}
         """Fetches that have not ended."""
         self.ended: list[tuple[FetchKv, KvFetched]] = []
+        self.num_compared = 0
+        """Fetches whose bytes a test has compared with those that were read."""
         self.on_fetched: Callable[[FetchKv, KvFetched], None] = lambda command, report: None
         """Called before the driver knows the end of a fetch."""
         self._errors = errors
@@ -135,6 +139,8 @@ class KvWatch:
         match decode_for_kv_mover(payload):
             case ServeKv(ticket) as command:
                 self.served[ticket] = command
+            case RevokeKv(ticket):
+                self.revoked.add(ticket)
             case FetchKv(number) as command:
                 self.fetches[number] = command
 
@@ -172,8 +178,15 @@ class KvWatch:
         """Return what a fetch has written."""
         return self.read(list(fetch.block_ids), 0, fetch.num_tokens)
 
-    def read_served(self, fetch: FetchKv) -> dict[tuple[int, int], bytes]:
-        """Return what a fetch reads at the engine that has kept the blocks."""
+    def read_served(self, fetch: FetchKv) -> dict[tuple[int, int], bytes] | None:
+        """Return what a fetch has read at the engine that has kept the blocks.
+
+        None if the engine keeps them no longer: the end of a fetch reaches this process after it,
+        and the lease of a hold goes on meanwhile, which ends early on a machine that has no time
+        for those who renew it. The blocks may then have the tokens of another request.
+        """
+        if fetch.ticket in self.revoked:
+            return None
         served = self.served[fetch.ticket]
         return self.read(list(served.block_ids), fetch.first_token, fetch.num_tokens)
 
