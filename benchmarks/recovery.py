@@ -1,11 +1,12 @@
 """Measure what a client notices when a worker is killed under load.
 
 A server of three stages answers concurrent streams, once undisturbed and once with its middle stage
-killed by SIGKILL halfway. The same prompts and seeds are sent both times, so that the texts can be
-compared. The parts that a recovery cannot avoid are measured apart: the import of torch, reading
-the weights from the page cache, and recomputing the tokens whose KV blocks were not kept (the same
-number of tokens as fresh prompts). Run as `python -m benchmarks.recovery`; it prints the figures
-and writes them to docs/benchmarks/recovery.md.
+killed by SIGKILL when half of all tokens have been generated. The same prompts and seeds are sent
+both times, so that the texts can be compared. The parts that a recovery cannot avoid are measured
+apart: the import of torch, reading the weights from the page cache, and recomputing the tokens
+whose KV blocks were not kept (the same number of tokens as fresh prompts). Run as
+`python -m benchmarks.recovery`; it prints the figures and writes them to
+docs/benchmarks/recovery.md.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from gllm.observability.latency import percentile
 from gllm.sim.metrics.report import format_table
 
 STAGES, VICTIM = 3, 1
+POLL_SECONDS = 0.05
 START_SECONDS = 300.0
 """Maximum time until the server is ready."""
 WORDS = ("fox", "boat", "moon", "garden", "bear", "river", "stone", "bird", "winter", "lamp")
@@ -92,11 +94,16 @@ class LoadedServer:
                     pass
                 await asyncio.sleep(0.05)
 
-    async def count_computed_again(self) -> int:
-        """Return the tokens of resumed streams that were computed again since the start."""
+    async def count(self, counter: str) -> int:
+        """Return the value of a counter of /metrics."""
         async with self._session.get(f"{self.url}/metrics") as answer:
             metrics = parse_metrics(await answer.text(), time.monotonic())
-        return int(metrics.value("resumed_tokens_computed_total"))
+        return int(metrics.value(counter))
+
+    async def wait_for_tokens(self, number: int) -> None:
+        """Wait until a number of tokens has been generated since the start of the server."""
+        while await self.count("generation_tokens_total") < number:
+            await asyncio.sleep(POLL_SECONDS)
 
     def kill_stage(self, stage: int) -> float:
         """Kill the worker process of a stage; return the time.
@@ -180,15 +187,16 @@ async def measure_kill(folder: Path, flags: Sequence[str], bodies: list[bytes]) 
     """Return the figures of a server whose middle stage is killed halfway."""
     async with serving(folder, flags) as server:
         await server.send_all(bodies[:4])
-        begin = time.monotonic()
+        before = await server.count("generation_tokens_total")
         undisturbed = await server.send_all(bodies)
-        seconds = time.monotonic() - begin
+        after = await server.count("generation_tokens_total")
         streams = asyncio.ensure_future(server.send_all(bodies))
-        await asyncio.sleep(seconds / 2)
+        await server.wait_for_tokens(after + (after - before) // 2)
         killed = server.kill_stage(VICTIM)
         figures = summarize(undisturbed, await streams, killed)
         await server.wait_until_ready()
-        return figures | {"computed_tokens": await server.count_computed_again()}
+        num_computed = await server.count("resumed_tokens_computed_total")
+        return figures | {"computed_tokens": num_computed}
 
 
 async def measure_recompute(folder: Path, num_streams: int, num_tokens: int) -> float:

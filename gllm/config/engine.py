@@ -231,7 +231,7 @@ class EngineConfig:
     standby_workers: int = option(
         0,
         "processes per machine that are ready to replace a dead worker, which saves the time of "
-        "its imports",
+        "its imports and, with a weight_cache, of loading",
         ge=0,
         le=1024,
     )

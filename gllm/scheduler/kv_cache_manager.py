@@ -227,10 +227,13 @@ class KVCacheManager:
     def _hash_tail(self, sequence: Sequence, num_full: int, num_slots: int) -> bytes:
         """Return the hash of some tokens of a sequence behind its first full blocks."""
         begin = num_full * self._block_size
-        if num_full:
-            parent = sequence.get_block_hashes(num_full, self._block_size)[num_full - 1]
-        else:
+        if not num_full:
             parent = root_hash(sequence.request.cache_salt)
+        else:
+            # This is called after every commit: the list of all hashes is not copied.
+            if len(sequence.block_hashes) < num_full:
+                sequence.get_block_hashes(num_full, self._block_size)
+            parent = sequence.block_hashes[num_full - 1]
         return chain_hash(parent, sequence.token_ids[begin : begin + num_slots])
 
     def _add_tail(self, sequence: Sequence) -> None:

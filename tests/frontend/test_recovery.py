@@ -167,6 +167,7 @@ async def test_metrics_of_recoveries(server):
     assert before[f"gllm:recovering_seconds{{{model}}}"] == 0
     engine = server.engine
     engine.recoveries, engine.recovery_seconds = {"killed": 2, "frozen": 1}, [0.4, 2.0, 1000.0]
+    engine.recovery_phase_seconds = {"load": 1.5}
     engine.num_resumed_requests, engine.num_stale_frames = 5, 7
     engine.recovering_since = time.monotonic() - 3
     found = await metrics(server)
@@ -178,6 +179,9 @@ async def test_metrics_of_recoveries(server):
     assert found[f'{name}_bucket{{le="320.0",{model}}}'] == 2
     assert found[f'{name}_bucket{{le="+Inf",{model}}}'] == 3
     assert found[f"{name}_sum{{{model}}}"] == 1002.4
+    phase_seconds = "gllm:recovery_phase_seconds_total"
+    assert found[f'{phase_seconds}{{{model},phase="load"}}'] == 1.5
+    assert found[f'{phase_seconds}{{{model},phase="warm_up"}}'] == 0
     assert found[f"gllm:resumed_requests_total{{{model}}}"] == 5
     assert found[f"gllm:stale_frames_total{{{model}}}"] == 7
     assert found[f"gllm:epoch{{{model}}}"] == 4

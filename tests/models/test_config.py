@@ -119,6 +119,20 @@ def test_the_tokenizer_s_eos_token_ends_texts_too(kind: str, tmp_path: Path) -> 
     assert read_config(folder).eos_ids == (2, 5, 9)
 
 
+@pytest.mark.parametrize("place", ["added", "model"])
+def test_half_a_surrogate_pair_in_a_vocabulary_hides_no_eos_token(
+    place: str, tmp_path: Path
+) -> None:
+    """Which the standard library reads, and faster decoders do not."""
+    texts = {"added": '[{"id": 3, "content": "\\ud800"}]', "model": "[]"}
+    vocabulary = '{"\\ud800": 1, "</s>": 9}' if place == "model" else '{"</s>": 9}'
+    folder = write(tmp_path, {"eos_token_id": 5})
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    text = f'{{"added_tokens": {texts[place]}, "model": {{"vocab": {vocabulary}}}}}'
+    (folder / "tokenizer.json").write_text(text)
+    assert read_config(folder).eos_ids == (2, 5, 9)
+
+
 def test_the_eos_token_is_that_of_transformers(tmp_path: Path) -> None:
     backend = sentencepiece()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, bos_token="<s>")

@@ -53,6 +53,12 @@ def _large_bytes(begin: int, end: int) -> int:
     return num_bytes
 
 
+def test_pages_that_are_not_mapped_are_left_out() -> None:
+    """Weights may be freed before a thread has moved them."""
+    assert large_pages.move_pages([]) == 0
+    assert large_pages.move_pages([1, 2**35]) == 0
+
+
 def test_weights_are_moved_in_place() -> None:
     """The weights keep their addresses and values and are in large pages afterwards."""
     weights = torch.arange(8 << 20, dtype=torch.int32)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import tempfile
 import time
 from collections import Counter
@@ -144,6 +145,7 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
     assert "requests: 5" in death
     (ready,) = [each.message for each in caplog.records if "ready again" in each.message]
     assert "requests resumed: 5" in ready
+    assert re.search(r"after .* s \(close .* s, .*warm up .* s\), in epoch 2", ready)
 
 
 @pytest.mark.parametrize(

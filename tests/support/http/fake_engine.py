@@ -180,6 +180,7 @@ class FakeEngine:
     is_recovery_overdue: bool = False
     recoveries: dict[str, int] = field(default_factory=dict)
     recovery_seconds: list[float] = field(default_factory=list)
+    recovery_phase_seconds: dict[str, float] = field(default_factory=dict)
     num_resumed_requests: int = 0
     num_stale_frames: int = 0
     num_resumptions: int = 0
@@ -270,6 +271,7 @@ class FakeEngine:
             is_recovery_overdue=self.is_recovery_overdue,
             recoveries=self.recoveries,
             recovery_seconds=self.recovery_seconds,
+            recovery_phase_seconds=self.recovery_phase_seconds,
             num_resumed_requests=self.num_resumed_requests,
             num_stale_frames=self.num_stale_frames,
             num_node_losses=self.num_node_losses,
