@@ -4,8 +4,8 @@ They travel from the driver to the head process, and from there to the routers t
 """
 
 from gllm.messages.base import WireMessage
-from gllm.recovery.kept_blocks import IntactSlots
 from gllm.scheduler.cache_events import StoredBlocks
+from gllm.scheduler.intact_slots import IntactSlots
 
 
 class WatchKvCache(WireMessage, frozen=True):

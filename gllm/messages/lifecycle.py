@@ -2,7 +2,7 @@
 
 from gllm.messages.base import ProcessMessage, WireMessage
 from gllm.messages.kv_layout import KvLayout
-from gllm.recovery.kept_blocks import IntactSlots
+from gllm.scheduler.intact_slots import NO_SLOTS, IntactSlots
 
 
 class Hello(ProcessMessage, frozen=True):
@@ -82,7 +82,7 @@ class StageReady(WireMessage, frozen=True):
     stage: int
     kv_layout: KvLayout | None = None
     """Layout of the KV cache in StageAssignment.kv_memory; None without --kv-transfer."""
-    intact: IntactSlots = IntactSlots()
+    intact: IntactSlots = NO_SLOTS
     """Slots of the KV blocks of the earlier worker in this place that can be used."""
 
 

@@ -1,10 +1,12 @@
 """The end-of-sequence token of a model folder's tokenizer, from its files' JSON."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def find_eos_id(folder: Path) -> int | None:
@@ -27,21 +29,25 @@ def find_eos_id(folder: Path) -> int | None:
     return token_id if type(token_id) is int else _find_in_tokenizer(folder, name)
 
 
-class _TokenizerFile(msgspec.Struct):
-    """The keys of tokenizer.json that name tokens."""
-
-    added_tokens: Any = None
-    model: msgspec.Raw = msgspec.Raw(b"null")
-    """Has the vocabulary: most of the file, and mostly not needed."""
-
-
 def _find_in_tokenizer(folder: Path, name: str) -> int | None:
-    """Return the id of a token in tokenizer.json."""
-    added, encoded_model = _read_tokenizer(folder / "tokenizer.json")
-    for token in added if isinstance(added, list) else []:
-        if _content(token) == name and type(token.get("id")) is int:
-            return int(token["id"])
-    vocabulary = _decode_object(encoded_model).get("vocab")
+    """Return the id of a token in tokenizer.json.
+
+    Every worker reads the file at its start. Its last part, the vocabulary, is by far the largest,
+    and is decoded only if no part before it has the token.
+    """
+    model: object = None
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        for key, value in _iterate_members(text):
+            if key == "added_tokens":
+                for token in value if isinstance(value, list) else []:
+                    if _content(token) == name and type(token.get("id")) is int:
+                        return int(token["id"])
+            elif key == "model":
+                model = value
+    except (OSError, ValueError):
+        return None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):
         pieces = (entry[0] if isinstance(entry, list) and entry else None for entry in vocabulary)
         return next((index for index, piece in enumerate(pieces) if piece == name), None)
@@ -49,19 +55,36 @@ def _find_in_tokenizer(folder: Path, name: str) -> int | None:
     return token_id if type(token_id) is int else None
 
 
-def _read_tokenizer(path: Path) -> tuple[Any, bytes]:
-    """Return the added tokens, and the JSON of the model, of a tokenizer.json.
+def _iterate_members(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the members of a JSON object; those behind the last one that is taken stay undecoded.
 
-    Every worker reads the file at its start, and decoding all of a large vocabulary takes longer
-    than anything else that it reads before the weights.
+    Raises:
+        ValueError: the text is no JSON object.
     """
-    try:
-        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
-    except (OSError, msgspec.DecodeError):
-        # The standard library accepts more, such as surrogates without their other half.
-        tokenizer = _read_object(path)
-        return tokenizer.get("added_tokens"), json.dumps(tokenizer.get("model")).encode()
-    return file.added_tokens, bytes(file.model)
+    decoder = json.JSONDecoder()
+
+    def expect(position: int, characters: str) -> int:
+        """Return the position after one of the characters and white space around it."""
+        position = _skip_space(text, position)
+        if position >= len(text) or text[position] not in characters:
+            raise ValueError(f"one of {characters!r} is expected at character {position}")
+        return _skip_space(text, position + 1)
+
+    position = expect(0, "{")
+    while text[position : position + 1] != "}":
+        key, position = decoder.raw_decode(text, position)
+        value, position = decoder.raw_decode(text, expect(position, ":"))
+        yield key, value
+        position = _skip_space(text, position)
+        if text[position : position + 1] != "}":
+            position = expect(position, ",")
+
+
+def _skip_space(text: str, position: int) -> int:
+    """Return the position of the next character that is no white space of JSON."""
+    match = _SPACE.match(text, position)
+    assert match is not None, "it matches nothing too"
+    return match.end()
 
 
 def _special_tokens_map(folder: Path) -> dict[str, Any]:
@@ -76,15 +99,7 @@ def _content(token: object) -> object:
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
-        return _decode_object(path.read_bytes())
-    except OSError:
-        return {}
-
-
-def _decode_object(encoded: bytes) -> dict[str, Any]:
-    """Return the JSON object in UTF-8; empty if there is none."""
-    try:
-        value = json.loads(encoded.decode())
-    except ValueError:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

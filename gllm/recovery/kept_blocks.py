@@ -6,9 +6,8 @@ A set of blocks is bytes with a bit per block; the lowest bit of the first byte 
 import math
 from collections.abc import Iterable
 
-import msgspec
-
 from gllm.recovery.placement import Placement
+from gllm.scheduler.intact_slots import NO_SLOTS, IntactSlots
 
 
 def has_same_places(before: Placement, after: Placement) -> bool:
@@ -19,20 +18,11 @@ def has_same_places(before: Placement, after: Placement) -> bool:
     return before.layers == after.layers and before.nodes == after.nodes
 
 
-class IntactSlots(msgspec.Struct, frozen=True):
-    """Slots of KV blocks that hold what an earlier worker has computed."""
-
-    full: bytes = b""
-    """Set of the blocks of which all slots are intact."""
-    begun: dict[int, int] = {}
-    """Number of intact slots of other blocks, the first ones of each."""
-
-
 def intersect_slots(workers: Iterable[IntactSlots]) -> IntactSlots:
     """Return the slots that are intact on all workers; none without workers."""
     parts = list(workers)
     if not parts:
-        return IntactSlots()
+        return NO_SLOTS
     num_bytes = min(len(part.full) for part in parts)
     full = (1 << 8 * num_bytes) - 1
     for part in parts:

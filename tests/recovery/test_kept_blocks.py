@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from gllm.recovery.actions import AssignEpoch
 from gllm.recovery.kept_blocks import (
-    IntactSlots,
     contains_block,
     has_same_places,
     intersect_slots,
 )
 from gllm.recovery.placement import RankWorker, make_placement
+from gllm.scheduler.intact_slots import NO_SLOTS, IntactSlots
 from tests.recovery.test_recovery import actions_of, ready_world, sender_of
 from tests.support.recovery.world import World
 
@@ -43,12 +43,12 @@ def test_slots_are_those_of_all_workers(workers: list[dict[int, int]]) -> None:
         count = expected.get(block, 0)
         assert contains_block(common.full, block) == (count == 4)
         assert common.begun.get(block, 0) == count % 4
-    assert (common == IntactSlots()) == (not any(expected.values()))
+    assert (common == NO_SLOTS) == (not any(expected.values()))
 
 
 def test_a_worker_without_blocks_leaves_none() -> None:
-    assert intersect_slots([slots_of({1: 4, 2: 3}), IntactSlots()]) == IntactSlots()
-    assert intersect_slots([]) == IntactSlots()
+    assert intersect_slots([slots_of({1: 4, 2: 3}), NO_SLOTS]) == NO_SLOTS
+    assert intersect_slots([]) == NO_SLOTS
 
 
 def test_places_are_the_same_with_other_processes_only() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gllm.recovery.kept_blocks import IntactSlots, contains_block
+from gllm.recovery.kept_blocks import contains_block
+from gllm.scheduler.intact_slots import NO_SLOTS
 from tests.support.engines.local_workers import LocalWorkers
 from tests.support.nodes.scripted_head import Head, head_of
 
@@ -51,7 +52,7 @@ async def test_the_next_epoch_computes_the_last_block_only(victims: list[int]) -
     async with head_of(node, 2) as head:
         head.assign()
         await head.initialize(NUM_BLOCKS)
-        assert head.adopt() == IntactSlots()
+        assert head.adopt() == NO_SLOTS
         for _ in range(3):
             expected = await serve_and_die(head, node, victims)
             head.assign(keeps_kv_cache=True)
@@ -127,7 +128,7 @@ async def test_another_cache_is_not_used(change: str) -> None:
         # Even if the head were wrong about the layers.
         head.assign(layers, keeps_kv_cache=change != "another epoch")
         await head.initialize(NUM_BLOCKS + (change == "number of blocks"))
-        assert head.adopt() == IntactSlots()
+        assert head.adopt() == NO_SLOTS
         assert await count_prefill(head) == (expected, len(PROMPT))
 
 

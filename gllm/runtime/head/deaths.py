@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.messages.lifecycle import Heartbeat
+from gllm.recovery.phase_times import RecoveryPhase
 from gllm.recovery.placement import RankName
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class DeathLog:
         self.recoveries[kind] += 1
         self.cause = cause
 
-    def end_recovery(self, since: float, phases: Mapping[str, float]) -> float:
+    def end_recovery(self, since: float, phases: Mapping[RecoveryPhase, float]) -> float:
         """Record that the engine is ready again; return the duration of the recovery in seconds.
 
         Args:

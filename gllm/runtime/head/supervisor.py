@@ -54,7 +54,7 @@ from gllm.recovery.actions import (
     WarmUp,
 )
 from gllm.recovery.admission_state import AdmissionState
-from gllm.recovery.kept_blocks import IntactSlots, intersect_slots
+from gllm.recovery.kept_blocks import intersect_slots
 from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
@@ -84,6 +84,7 @@ from gllm.runtime.head.worker_channels import HeadSocket, WorkerChannels
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.command_runner import CommandRunner
 from gllm.runtime.messaging.owned_context import create_context
+from gllm.scheduler.intact_slots import NO_SLOTS, IntactSlots
 from gllm.scheduler.kv_memory import KvDivision, divide_kv_memory
 
 log = logging.getLogger(__name__)
@@ -689,10 +690,8 @@ class Supervisor:
         }
         self.kv_mover.open(epoch, machines, self.nodes.kv_memory, block_bytes)
         loop = asyncio.get_running_loop()
-        intact = intersect_slots(
-            self.intact.get(sender, IntactSlots()) for sender in placement.senders
-        )
-        if intact != IntactSlots():
+        intact = intersect_slots(self.intact.get(sender, NO_SLOTS) for sender in placement.senders)
+        if intact != NO_SLOTS:
             self.send_to_driver(AdoptKvBlocks(intact))
         # Before the first request, so that token ids of all new blocks are known.
         self.kv_events.attach(self.send_to_driver)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.block_checksum import BlockChecksums
-from gllm.recovery.kept_blocks import IntactSlots
+from gllm.scheduler.intact_slots import NO_SLOTS, IntactSlots
 
 _DIGEST_BYTES = 32
 _HEADER = struct.Struct(f"={_DIGEST_BYTES}sQ")
@@ -112,7 +112,7 @@ class KvFile:
         num_threads: threads that read the blocks.
         """
         if not self.has_content:
-            return IntactSlots()
+            return NO_SLOTS
         size = self._block_size
         # A count that is none is damaged itself.
         self._counts[(self._counts < 0) | (self._counts > size)] = 0

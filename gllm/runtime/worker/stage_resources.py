@@ -20,7 +20,6 @@ from gllm.messages.steps import GrammarReady, StepDone
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.identity import hash_model, hash_numerics
 from gllm.models.large_pages import find_weight_pages, move_pages
-from gllm.recovery.kept_blocks import IntactSlots
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import (
     available_memory_bytes,
@@ -31,6 +30,7 @@ from gllm.runtime.worker.executor import DeviceBackend, Executor, WeightMemoryEr
 from gllm.runtime.worker.kv_file import KvFile
 from gllm.runtime.worker.stage import StageRunner
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.intact_slots import NO_SLOTS
 from gllm.transport.base import EdgeClosedError, EdgeLayout, Receiver, Sender
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout
@@ -285,7 +285,7 @@ class StageResources:
         """Threads that compute and sample, once they are started."""
         self.kv_layout: KvLayout | None = None
         """Layout of the KV cache, once it is allocated in memory that other processes map."""
-        self.intact = IntactSlots()
+        self.intact = NO_SLOTS
         """Slots of the earlier worker's KV blocks that the cache begins with."""
         self._assignment = assignment
         self._on_error = on_error

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.recovery.kept_blocks import IntactSlots, contains_block
+from gllm.recovery.kept_blocks import contains_block
 from gllm.runtime.worker.kv_file import KvFile
+from gllm.scheduler.intact_slots import NO_SLOTS
 
 NUM_BLOCKS = 10
 BLOCK_SIZE = 4
@@ -52,7 +53,7 @@ class Worker:
 
 def test_a_successor_finds_the_blocks_and_their_first_slots(descriptor: int) -> None:
     first = Worker(descriptor)
-    assert first.file.find_intact_slots() == IntactSlots(), "nobody was before"
+    assert first.file.find_intact_slots() == NO_SLOTS, "nobody was before"
     for block in (0, 3, 9):
         first.write(block)
     first.write(5, num_slots=BLOCK_SIZE - 1)

@@ -34,11 +34,12 @@ from gllm.messages.lifecycle import (
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.recovery.kept_blocks import IntactSlots, intersect_slots
+from gllm.recovery.kept_blocks import intersect_slots
 from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.head.node import Node
 from gllm.runtime.messaging.bus import Hub
+from gllm.scheduler.intact_slots import NO_SLOTS, IntactSlots
 from gllm.scheduler.plan import SchedulerStats
 
 RUN = 7
@@ -134,7 +135,7 @@ class Head:
             if epoch == self.epoch and isinstance(message, StageReady)
         }
         intact = intersect_slots(reports[sender] for sender in self.senders)
-        if intact != IntactSlots():
+        if intact != NO_SLOTS:
             self.hub.send(self.senders[0], AdoptKvBlocks(intact))
         return intact
 
