@@ -154,7 +154,8 @@ class MicroBatchFiller:
                 continue  # An earlier decode of this loop has preempted it.
             num_scheduled = sequence.num_scheduled_tokens
             num_tokens = sequence.num_tokens - num_scheduled
-            if speculation is not None and micro_batch is not None and sequence.seq in due:
+            if micro_batch is not None and sequence.seq in due:
+                assert speculation is not None, "it lists what is due"
                 if not speculation.choose_drafts(sequence, micro_batch):
                     continue
             if num_tokens < 1 and sequence.draft_token_ids:

@@ -149,6 +149,22 @@ class WaitEstimate:
         self._ratio.add(0, 1)
 
 
+def verify_guesses(guesses: Items[int], text: Items[int]) -> tuple[int, int]:
+    """Compare guesses with the tokens of the text that have come in their place, maybe fewer.
+
+    Returns:
+        How many guesses are verified, which are those up to the first wrong one, and how many of
+        these are right.
+    """
+    num_verified = num_right = 0
+    for guess, token in zip(guesses, text, strict=False):
+        num_verified += 1
+        if guess != token:
+            break
+        num_right += 1
+    return num_verified, num_right
+
+
 class GuessPause:
     """Rows for which a sequence does without guesses, because they were not worth their time.
 
@@ -297,7 +313,7 @@ class MicroBatchYield:
     def add(
         self, num_guesses: int, acceptance: float, chance: float = 1.0, num_absences: float = 1.0
     ) -> int:
-        """Add guesses of a sequence and return how many are worth their time; see `count_useful`."""
+        """Add guesses of a sequence; return how many are worth their time. See `count_useful`."""
         count, gain = self.count_useful(num_guesses, acceptance, chance, num_absences)
         if count:
             num_missed = num_absences * self._num_missed
@@ -337,21 +353,11 @@ class _SequenceState:
         self.num_accepted = self.num_rejected = 0
 
     def pop_shadow(self, token_ids: "array[int]") -> tuple[int, int]:
-        """Forget the guesses that no step has computed.
-
-        Returns:
-            How many of them the text has reached, up to the first wrong one, and how many of these
-            are right.
-        """
-        text = token_ids[self.shadow_start : self.shadow_start + len(self.shadow_token_ids)]
-        num_right = num_reached = 0
-        for token, guess in zip(text, self.shadow_token_ids, strict=False):
-            num_reached += 1
-            if token != guess:
-                break
-            num_right += 1
-        self.shadow_token_ids = []
-        return num_reached, num_right
+        """Forget the guesses that no step has computed, and compare them; see `verify_guesses`."""
+        guesses, self.shadow_token_ids = self.shadow_token_ids, []
+        return verify_guesses(
+            guesses, token_ids[self.shadow_start : self.shadow_start + len(guesses)]
+        )
 
 
 class Speculation:

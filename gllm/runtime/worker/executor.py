@@ -215,12 +215,12 @@ class Executor(ABC):
         self.backend = self._attention.name
         speculation = engine_config.scheduler.speculative_config
         self._speculates = speculation is not None
+        has_stage_drafts = speculation is not None and speculation.is_drafted_by_stage
+        is_async = num_stages == 1 and engine_config.scheduler.async_scheduling
         self._has_one_window = speculation is not None and (
-            (num_stages == 1 and engine_config.scheduler.async_scheduling)
-            or speculation.max_windows_in_flight == 1
+            (is_async and not has_stage_drafts) or speculation.max_windows_in_flight == 1
         )
         """True if no window consists of guesses alone, and continues another one in flight."""
-        has_stage_drafts = speculation is not None and speculation.is_drafted_by_stage
         self.needs_all_prompts = self.needs_all_prompts or has_stage_drafts
         plan = plan_draft(speculation, model_config) if self.has_sampler else None
         if plan is not None:
