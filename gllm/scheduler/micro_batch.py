@@ -39,12 +39,14 @@ class MicroBatchFiller:
         """Limit of the prefill in a micro-batch, in addition to the policy's budget."""
         self._policy = policy
         self._is_phase_pure = config.phase_pure
-        self._speculates = config.speculative_config is not None
+        self._has_rows_of_guesses = (
+            config.speculative_config is not None and not config.async_scheduling
+        )
         self._num_stage_drafts = 0
         """Most draft tokens that the last stage computes behind a sample."""
         if config.speculative_config is not None:
             self._num_stage_drafts = config.speculative_config.num_stage_drafts
-        self._runs_ahead = config.async_scheduling or self._speculates
+        self._runs_ahead = config.async_scheduling or config.speculative_config is not None
         """True if a decode may have several rows in flight."""
         self._block_size = config.block_size
         self._kv_cache = kv_cache
@@ -115,7 +117,7 @@ class MicroBatchFiller:
     def select_decodes(self) -> list[Sequence]:
         """Return the decodes that may run, in the order of service."""
         decodes = self._admission.select_decodes(self._queues.ready)
-        if self._speculates:
+        if self._has_rows_of_guesses:
             # Rows of guesses alone only take what the others leave.
             decodes.sort(key=lambda s: s.num_scheduled_tokens >= s.num_tokens)
         return decodes
@@ -141,7 +143,10 @@ class MicroBatchFiller:
         multi_token_rows: list[ScheduledRow] = []
         ready, block_size = self._queues.ready, self._block_size
         speculation = self._queues.speculation
-        micro_batch = None if speculation is None else self._predict_yield(speculation, decodes)
+        due: set[int] = set()
+        micro_batch: MicroBatchYield | None = None
+        if speculation is not None and (due := speculation.list_due(decodes)):
+            micro_batch = self._predict_yield(speculation, decodes)
         for sequence in decodes:
             if cost >= budget or not num_left:
                 break
@@ -149,16 +154,12 @@ class MicroBatchFiller:
                 continue  # An earlier decode of this loop has preempted it.
             num_scheduled = sequence.num_scheduled_tokens
             num_tokens = sequence.num_tokens - num_scheduled
-            if num_tokens < 1 and sequence.draft_token_ids:
-                assert speculation is not None
-                assert micro_batch is not None
-                if not speculation.may_run_ahead(sequence):
-                    num_tokens = 0  # The row consists of guesses.
-                elif speculation.should_wait(sequence, micro_batch):
+            if micro_batch is not None and sequence.seq in due:
+                assert speculation is not None, "it lists what is due"
+                if not speculation.choose_drafts(sequence, micro_batch):
                     continue
-                else:
-                    sequence.draft_token_ids = []
-                    num_tokens = 1
+            if num_tokens < 1 and sequence.draft_token_ids:
+                num_tokens = 0  # The row consists of guesses.
             elif num_tokens != 1:
                 num_tokens = min(sequence.num_decode_tokens, num_left)
             has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size

@@ -89,7 +89,8 @@ class Scheduler:
             self._speculation = Speculation(config, curve_fit, create_drafter)
             observe = observe_both(observe, self._speculation.observe_step)
         self.learns_step_times = observe is not None
-        self._step_intervals = StepIntervalCollector(observe, config.stages)
+        observe_idle = None if self._speculation is None else self._speculation.observe_idle
+        self._step_intervals = StepIntervalCollector(observe, config.stages, observe_idle)
         self._last_plan_had_decodes = False
         self._lane_change_step = -1
         """Last step before decodes have changed the lane."""

@@ -34,6 +34,8 @@ PRIOR_STEPS = 1
 """Samples without tokens, of the time that the given ridge predicts, at the first fit of a
 StepTimeCurve: steps of a full pipeline are all large, and the first ones slow, so that they do not
 determine the part of the time that does not depend on the tokens."""
+MAX_WINDOW_STEPS = 64
+"""Consecutive steps with windows of speculation that a StepTimeCurve leaves out."""
 DESCENT_SWEEPS = 60
 """Passes of the coordinate descent over all coefficients per fit."""
 
@@ -204,6 +206,10 @@ class StepTimeCurve(NamedTuple):
         """Return the curve of steps whose decodes attend to that many tokens together."""
         return self._replace(constant=self.constant + num_context * self.context_token)
 
+    def scaled(self, factor: float) -> "StepTimeCurve":
+        """Return the curve of steps that take `factor` times as long."""
+        return StepTimeCurve(*(factor**2 * coefficient for coefficient in self))
+
     def tokens_at_efficiency(self, efficiency: float) -> float:
         """Return the tokens of a step of which that share of the time is arithmetic, 0..1.
 
@@ -239,9 +245,18 @@ class OnlineStepCurveFit:
         self._squares = DecayedLeastSquares(CURVE_SCALES)
         self._largest_step = 0.0
         self._num_steps = 0
+        self._num_window_steps = 0
+        """Latest steps that all had windows."""
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
-        """Add a step: its work and its interval, above 0."""
+        """Add a step: its work and its interval, above 0.
+
+        Steps with windows of speculation count only while there are no others: their time has a
+        fit of its own, and without them the curve is that of the same pipeline without speculation.
+        """
+        self._num_window_steps = self._num_window_steps + 1 if work.num_windows else 0
+        if self.is_fitted and 0 < self._num_window_steps <= MAX_WINDOW_STEPS:
+            return
         tokens, square = work.num_tokens, seconds**2
         self._scale.observe((1 + (tokens / self._ridge_tokens) ** 2,), square)
         if not self._is_fixed:

@@ -29,6 +29,8 @@ class _PendingStep:
         self.scheduled_time = now
         self.returned_time: float | None = None
         self.depth = depth
+        self.is_late = False
+        """True if it could not be scheduled before the result of the step before it."""
         self.num_missing = stages
         """Number of stages that have not reported the step."""
         self.times: list[StepTime | None] = [None] * stages
@@ -59,10 +61,21 @@ class StepIntervalCollector:
     Args:
         observe: called with the work of each step and its interval; None to ignore all times.
         stages: number of pipeline stages.
+        observe_idle: called, on one stage, with the time between two steps of which the later one
+            could only be scheduled with the result of the earlier one; None to ignore it.
     """
 
-    def __init__(self, observe: Callable[[StageWork, float], None] | None, stages: int) -> None:
+    def __init__(
+        self,
+        observe: Callable[[StageWork, float], None] | None,
+        stages: int,
+        observe_idle: Callable[[float], None] | None = None,
+    ) -> None:
         self._observe = observe
+        self._observe_idle = observe_idle if stages == 1 else None
+        self._num_in_flight = 0
+        self._last_return = -1.0
+        """Time at which the last step returned."""
         self._stages = stages
         self._pending: dict[int, _PendingStep] = {}
         self._committed: deque[int] = deque()
@@ -84,17 +97,23 @@ class StepIntervalCollector:
         """
         if self._observe is None:
             return
-        self._pending[plan.step] = _PendingStep(plan, now, depth, self._stages)
+        pending = _PendingStep(plan, now, depth, self._stages)
+        pending.is_late = not self._num_in_flight and depth > 1 and now == self._last_return
+        self._num_in_flight += 1
+        self._pending[plan.step] = pending
         if len(self._pending) > MAX_PENDING_STEPS:
             del self._pending[next(iter(self._pending))]
 
     def on_committed(self, step: int) -> None:
         """Record that the driver has the result of a step; its time is that of `on_time`."""
         if self._observe is not None:
+            self._num_in_flight -= 1
             self._committed.append(step)
 
     def on_time(self, now: float) -> None:
         """Record the current time, at which the steps committed since the last call returned."""
+        if self._committed:
+            self._last_return = now
         while self._committed:
             if (pending := self._pending.get(step := self._committed.popleft())) is not None:
                 pending.returned_time = now
@@ -111,6 +130,8 @@ class StepIntervalCollector:
                 pending.times[stage] = time
                 pending.previous_ends[stage] = previous_end
                 pending.num_missing -= 1
+                if pending.is_late and self._observe_idle is not None:
+                    self._observe_idle(max(0.0, time.start - previous_end))
                 self._complete(time.step, pending)
 
     def _complete(self, step: int, pending: _PendingStep) -> None:

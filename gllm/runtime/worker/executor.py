@@ -217,6 +217,11 @@ class Executor(ABC):
         speculation = engine_config.scheduler.speculative_config
         self._speculates = speculation is not None
         has_stage_drafts = speculation is not None and speculation.is_drafted_by_stage
+        is_async = num_stages == 1 and engine_config.scheduler.async_scheduling
+        self._has_one_window = speculation is not None and (
+            (is_async and not has_stage_drafts) or speculation.max_windows_in_flight == 1
+        )
+        """True if no window consists of guesses alone, and continues another one in flight."""
         self.needs_all_prompts = self.needs_all_prompts or has_stage_drafts
         plan = plan_draft(speculation, model_config) if self.has_sampler else None
         if plan is not None:
@@ -699,6 +704,10 @@ class Executor(ABC):
         token_rows: list[int] = []
         windows: list[SampledWindow] = []
         chunks: list[PromptChunk] = []
+        # Rows without guesses that no window in flight continues are as without speculation.
+        has_windows = self._speculates and (
+            not self._has_one_window or any(row.num_draft_tokens for row in plan.rows)
+        )
         end = 0
         for row, sequence in zip(plan.rows, sequences, strict=True):
             begin, end = end, end + row.num_tokens
@@ -708,11 +717,11 @@ class Executor(ABC):
             if state.params.prompt_logprobs is not None:
                 chunks += create_prompt_chunks(state, row, begin)
             if row.should_sample:
-                num_samples = row.num_samples if self._speculates else 1
+                num_samples = row.num_samples if has_windows else 1
                 token_rows += range(end - num_samples, end)
                 if not self.has_sampler:
                     continue
-                if self._speculates:
+                if has_windows:
                     windows.append(create_window(row, len(owners)))
                 owners += [(row.seq, row.num_preemptions)] * num_samples
                 states += [state] * num_samples
