@@ -29,6 +29,10 @@ POLICY_ALIASES = {
 """Names that other routers give to policies."""
 
 
+MAX_PLACEMENT_HEARTBEAT = 60.0
+"""Longest heartbeat in seconds; requests wait for half of it on average."""
+
+
 def parse_policy(text: str) -> str:
     """Return the name of a routing policy; names that other routers use for it are translated."""
     return POLICY_ALIASES.get(text, text)
@@ -106,6 +110,13 @@ class RouterConfig:
         f"{PREDICTOR_HELP}; default: by-prompt with --policy aladdin, else by-max-tokens",
         parse=check_length_predictor,
     )
+    placement_heartbeat: float = option(
+        0.0,
+        "with --policy aladdin, collect the requests of so many seconds and place them together, "
+        "longest prompts first; 0 places each at its arrival",
+        ge=0,
+        le=MAX_PLACEMENT_HEARTBEAT,
+    )
     preset: str | None = option(
         None,
         "choose an engine for the prefill and one for the decode of each request, as a system does "
@@ -165,6 +176,11 @@ class RouterConfig:
         convert_fields(self)
         if self.hub == "off" and not self.engines:
             raise ValueError("hub is off and engines is empty: the router needs one of both")
+        if self.placement_heartbeat and not POLICIES[self.policy].places_in_heartbeats:
+            raise ValueError(
+                f"placement_heartbeat is {self.placement_heartbeat:g}, but policy {self.policy} "
+                "places requests at their arrival: set policy to aladdin, or leave it out"
+            )
         if self.routes and self.preset != "flow":
             raise ValueError(
                 "routes are those of preset flow: set preset to flow, or leave them out"

@@ -47,6 +47,11 @@ class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str
     num_parked: int
     """Requests that wait for an engine."""
+    held_requests: int
+    """New requests that have waited for a heartbeat, or for an engine with room, although there
+    were engines."""
+    placement_heartbeat: float
+    """Seconds for which new requests are collected and placed together; 0: none are."""
     migrations: dict[str, int]
     """Requests that were taken to another engine after they had been dispatched, by cause."""
     lost_engines: dict[str, int]

@@ -91,6 +91,9 @@ class RouterCollector(Collector):
             samples = [((value,), counts.get(value, 0)) for value in sorted({*known, *counts})]
             yield counter("router_" + name, text, self._model, samples, label)
         for name, text, count in (
+            ("held_requests",
+             "New requests that waited for a heartbeat, or for an engine with room",
+             totals.held_requests),
             ("refused_engines", "Engines refused, such as those of another model",
              totals.refused_engines),
             ("refused_connections", "Connections refused, such as those without the node secret",

@@ -59,6 +59,19 @@ class Slo(NamedTuple):
         ttft, tpot, e2el = (default if own is None else own for own, default in pairs)
         return self._replace(ttft_seconds=ttft, tpot_seconds=tpot, e2el_seconds=e2el)
 
+    def remaining(self, age_seconds: float, has_first_token: bool) -> "Slo":
+        """Return the limits that a request of some age can still keep.
+
+        Args:
+            age_seconds: Time since its arrival, by which the limit of the first token is less.
+            has_first_token: True if that limit does not matter any more, as it does not once it is
+                missed.
+        """
+        ttft = None if self.ttft_seconds is None else self.ttft_seconds - age_seconds
+        if has_first_token or (ttft is not None and ttft <= 0):
+            ttft = None
+        return self._replace(ttft_seconds=ttft)
+
     def limit_of(self, metric: str) -> tuple[float, float] | None:
         """Return the tightest limit of a metric as (seconds, percentile); None: no limit.
 

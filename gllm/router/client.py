@@ -16,6 +16,7 @@ from gllm.router.output_checks import drop_stale, split_refused
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.engine_losses import EngineLosses, LossKind, PoisonRequest
 from gllm.routing.handoff import HandoffLimits
+from gllm.routing.rounds import PlacementRounds
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
 from gllm.runtime.head.request_stream import RequestStream, deliver_outputs
@@ -109,6 +110,7 @@ class FleetClient(RequestClient):
         pairs: PairChooser | None = None,
         clock: Callable[[], float] | None = None,
         handoff_limits: HandoffLimits | None = None,
+        rounds: PlacementRounds | None = None,
     ) -> None:
         """Create a client without engines.
 
@@ -121,6 +123,7 @@ class FleetClient(RequestClient):
             pairs: chooses who prefills and who decodes; None if one engine does both.
             clock: returns the time in seconds; None for time.monotonic.
             handoff_limits: times of hand-offs; None for the defaults.
+            rounds: decides which new requests wait; None to place each at its arrival.
         """
         if migration_limit < 2:
             raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
@@ -132,6 +135,10 @@ class FleetClient(RequestClient):
         """Submissions by engine."""
         self.num_stale_tokens = 0
         """Tokens that arrived from an engine which no longer had their request."""
+        self.on_held: Callable[[float], None] | None = None
+        """Called when a new request waits for a heartbeat, with the time at which
+        `dispatch_parked` is to be called, in seconds."""
+        self.rounds = rounds or PlacementRounds()
         self._choose = choose
         self._clock = clock or time.monotonic
         self._on_output_length = on_output_length or (lambda entry, length: None)
@@ -226,8 +233,7 @@ class FleetClient(RequestClient):
             if stream.entry.num_output_tokens:
                 # Only engines of equal numerics continue the tokens exactly.
                 stream.entry.numerics = attached.numerics
-        chosen = {stream: self._find_engine(stream, avoid=engine) for stream in attached.streams}
-        moved = [stream for stream, target in chosen.items() if target is not None]
+        moved = [stream for stream in attached.streams if self._find_engine(stream, avoid=engine)]
         seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
         for stream in moved:
             self._take_back(attached, stream, "drained" if is_planned else "recovering")
@@ -238,8 +244,10 @@ class FleetClient(RequestClient):
             self._count_loss(attached, LossKind.DIED, cause, moved)
         suspects = self._suspects.suspects(moved)
         for stream in moved:
-            target = chosen[stream]
-            if target is not None and stream in self._parked and stream not in suspects:
+            if stream not in self._parked or stream in suspects:
+                continue
+            # Chosen anew, because those before it count as load now.
+            if (target := self._find_engine(stream, avoid=engine)) is not None:
                 self._submit_to(target, stream)
         if suspects or not is_planned:
             self.dispatch_parked()
@@ -250,13 +258,15 @@ class FleetClient(RequestClient):
         """Submit the parked requests for which an engine is chosen, suspects of crashes first.
 
         The caller's function may choose otherwise than before, so this is called after each change
-        that it considers.
+        that it considers, and at the heartbeats of `rounds`.
 
         Args:
             avoid: name of an engine that is not offered.
         """
+        if self._parked:
+            self.rounds.begin(self._clock())
         self._isolate_next(avoid)
-        self._submit_each(sorted(self._parked, key=lambda request: request.entry.arrival), avoid)
+        self._submit_each(sorted(self._parked, key=self._rank), avoid)
 
     def reject_parked(self, cause: str, parked_for: float = 0.0) -> None:
         """End the requests that have waited too long for an engine, with kind `unavailable`.
@@ -341,9 +351,23 @@ class FleetClient(RequestClient):
             self._place(stream)
 
     def _dispatch(self, stream: RequestStream) -> None:
-        if not self._place(stream):
-            self._check_encoding(stream)
-            self._parked[stream] = Parked(self._clock(), "")
+        now, rounds = self._clock(), self.rounds
+        is_held = bool(self._engines) and rounds.holds(bool(self._parked), now)
+        if not is_held and self._place(stream):
+            rounds.begin(now)
+            return
+        self._check_encoding(stream)
+        self._parked[stream] = Parked(now, "")
+        if not is_held:
+            is_held = rounds.on_unplaced() and bool(self._engines)
+        rounds.num_held += is_held
+        if self.on_held is not None and now < rounds.next_time:
+            self.on_held(rounds.next_time)
+
+    def _rank(self, stream: RequestStream) -> tuple[float, ...]:
+        """Return the place of a parked request among those that are placed together."""
+        entry = stream.entry
+        return self.rounds.rank(entry.priority, entry.num_prefill_tokens, entry.arrival)
 
     def _place(self, stream: RequestStream, avoid: str = "") -> bool:
         """Submit a new or parked request to the engine that is chosen for it, if one is."""
@@ -372,13 +396,18 @@ class FleetClient(RequestClient):
         return self._engines[name] if name is not None and name in names else None
 
     def _submit_each(self, streams: Iterable[RequestStream], avoid: str = "") -> None:
-        """Submit parked requests, except suspects, if engines are chosen for them."""
+        """Submit parked requests, except suspects, if engines are chosen for them.
+
+        While a new request waits for an engine with room, those behind it are not offered.
+        """
         suspects = set(self._suspects.suspects(self._parked))
         for stream in streams:
             if stream in suspects or self._suspects.awaits_proof(stream):
                 continue
-            if not self.handoffs.is_reading(stream):
-                self._place(stream, avoid)
+            if self.handoffs.is_reading(stream) or self._place(stream, avoid):
+                continue
+            if not stream.entry.is_moved and self.rounds.on_unplaced():
+                return
 
     def _submit_to(
         self, engine: DispatchTarget, stream: RequestStream, pair: EnginePair | None = None

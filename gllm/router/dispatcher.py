@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from gllm.options.slo import Slo
-from gllm.router.engine_record import EngineRecord
+from gllm.router.engine_record import EngineRecord, NextRequest
 from gllm.routing.disaggregation.policy import EnginePair, PairPolicy, PairRequest
 from gllm.routing.health import FleetHealth
 from gllm.routing.lengths.accuracy import MeasuredLengthPredictor
@@ -74,14 +74,14 @@ class Dispatcher:
             names: engines that may get it.
 
         Returns:
-            None if none of them takes requests at present, or the request has to wait because
-            others were refused too.
+            None if none of them takes requests at present or has room, or the request has to wait
+            because others were refused too.
         """
         now = self._clock()
         engines = self.candidates(names, now)
         if not engines:
             return None
-        request = self._routing_request(stream.entry, engines[0].block_size)
+        request = self._routing_request(stream.entry, engines[0].block_size, now)
         name = self._apply_policy(request, engines)
         if name is None:
             return None
@@ -93,9 +93,18 @@ class Dispatcher:
         if self.policy.uses_prefixes:
             cached = self.policy.prefixes.cached_blocks(request.block_hashes)
             num_cached = cached.get(name, 0) * record.announce.block_size
-        record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
-        record.next_estimate = request.length_estimate
+        num_tokens = max(0, request.num_prompt_tokens - num_cached)
+        record.on_chosen(NextRequest(num_tokens, request.length_estimate, request.slo))
         return name
+
+    def has_room(self, name: str) -> bool:
+        """Return True if an engine accepts requests and the policy may choose it for a short one.
+
+        Args:
+            name: name of an attached engine.
+        """
+        record = self.records[name]
+        return record.accepts_requests and self.policy.has_room(record.snapshot())
 
     def on_output(self, entry: JournalEntry, length: int) -> None:
         """Record the lengths of a finished request, which predict those of later requests."""
@@ -189,11 +198,14 @@ class Dispatcher:
         pairs = zip(ready, weights, strict=True)
         return [record.snapshot(weight, now) for record, weight in pairs if weight]
 
-    def _routing_request(self, entry: JournalEntry, block_size: int) -> RoutingRequest:
+    def _routing_request(self, entry: JournalEntry, block_size: int, now: float) -> RoutingRequest:
         num_generated = [len(entry.outputs[choice]) for choice in entry.alive]
         least = min(num_generated, default=0)
         self.predict_output(entry)
         estimate = self.estimate(entry).after(least)
+        slo = entry.slo
+        if slo is not None:
+            slo = slo.remaining(now - entry.arrival, entry.num_output_tokens > 0)
         return RoutingRequest(
             num_prompt_tokens=len(entry.prompt) + sum(num_generated),
             block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
@@ -201,8 +213,9 @@ class Dispatcher:
             max_tokens=entry.max_tokens - least,
             priority=entry.priority,
             session=entry.session,
-            slo=entry.slo,
+            slo=slo,
             length_estimate=estimate,
+            is_moved=entry.is_moved,
         )
 
 
@@ -241,8 +254,8 @@ class PairDispatcher:
             self.on_ended(stream)
             return None
         record = self._dispatcher.records[pair.prefill]
-        record.num_next_tokens = len(stream.entry.prompt)
-        record.next_estimate = self._dispatcher.estimate(stream.entry)
+        estimate = self._dispatcher.estimate(stream.entry)
+        record.on_chosen(NextRequest(len(stream.entry.prompt), estimate, stream.entry.slo))
         return pair
 
     def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:

@@ -1,7 +1,10 @@
 """A router's knowledge of one engine: its reports, and the requests sent since the last one."""
 
+from typing import NamedTuple
+
 from gllm.messages.fleet import AnnounceEngine, EngineReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.options.slo import Slo
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import LOCAL_PRESETS
@@ -40,6 +43,17 @@ class SentRequests:
             self.on_output(wire_id)
 
 
+class NextRequest(NamedTuple):
+    """Load of the request for which an engine was chosen last; the next one that is sent to it."""
+
+    num_tokens: int = 0
+    """Uncached prompt tokens."""
+    length_estimate: LengthEstimate = UNKNOWN_LENGTH
+    """Predicted output length on this engine."""
+    slo: Slo | None = None
+    """Its limits of latency; None for none."""
+
+
 class EngineRecord:
     """State and load of one attached engine, from its reports and the requests sent since.
 
@@ -70,10 +84,7 @@ class EngineRecord:
         """True after an operator's drain at this router, until the engine is ready again."""
         self.not_ready_since: float | None = None
         """Time since which the engine reports another state than ready."""
-        self.num_next_tokens = 0
-        """Uncached prompt tokens of the request that is sent next."""
-        self.next_estimate: LengthEstimate = UNKNOWN_LENGTH
-        """Predicted output length of the request that is sent next, on this engine."""
+        self._next = NextRequest()
         self.name = announce.name
         self.stats = report.stats
         """Latest counters of the scheduler."""
@@ -136,16 +147,21 @@ class EngineRecord:
         self._sent.on_stats(now)
         self._snapshot = None
 
+    def on_chosen(self, request: NextRequest) -> None:
+        """Note the request for which the engine is chosen, before it is sent."""
+        self._next = request
+
     def on_submitted(self, message: SubmitRequest, now: float) -> None:
         """Add a request that is sent to the engine to its load."""
         # Of what is fetched from another engine only the last token is computed.
-        num_tokens = self.num_next_tokens if message.kv_source is None else 1
+        num_tokens = self._next.num_tokens if message.kv_source is None else 1
         self._sent.on_sent(message.seq, num_tokens, now)
         if self._ongoing is not None:
             resumed = message.outputs or [[]] * message.n
             for index, output in enumerate(resumed):
                 num_tokens = len(message.prompt) + len(output)
-                self._ongoing.on_sent(message.seq + index, num_tokens, self.next_estimate)
+                wire_id, estimate = message.seq + index, self._next.length_estimate
+                self._ongoing.on_sent(wire_id, num_tokens, estimate, self._next.slo)
         self._snapshot = None
 
     def on_aborted(self, message: AbortSequences) -> None:

@@ -35,6 +35,7 @@ from gllm.routing.engine_losses import LossKind
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
+from gllm.routing.rounds import PlacementRounds
 from gllm.runtime.head.request_client import SendFunction
 from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.command_runner import CommandRunner
@@ -90,6 +91,7 @@ class Fleet:
             clock,
             config.length_predictor,
         )
+        rounds = PlacementRounds(config.placement_heartbeat, self._dispatcher.policy.waits_for_room)
         pairs = None
         if pair_policy is not None:
             pairs = PairDispatcher(pair_policy, self._dispatcher, clock)
@@ -100,7 +102,9 @@ class Fleet:
             config.recovery_patience,
             pairs,
             clock,
+            rounds=rounds,
         )
+        self.client.on_held = self._schedule_round
         self._links = create_links(
             make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
         )
@@ -125,6 +129,8 @@ class Fleet:
         self._ticks: asyncio.Task[None] | None = None
         self._read_poll: asyncio.TimerHandle | None = None
         """Next look at the readers of token 1 of hand-offs."""
+        self._next_round: asyncio.TimerHandle | None = None
+        """Next placement of the requests that wait for a heartbeat."""
 
     @property
     def state(self) -> str:
@@ -188,6 +194,8 @@ class Fleet:
         return RouterTotals(
             policy=config.policy,
             num_parked=client.num_parked,
+            held_requests=client.rounds.num_held,
+            placement_heartbeat=config.placement_heartbeat,
             migrations=dict(client.num_migrations),
             lost_engines=dict(self._num_lost),
             refused_engines=self._num_refused,
@@ -284,8 +292,9 @@ class Fleet:
         self.died.set()
         if self._ticks is not None:
             self._ticks.cancel()
-        if self._read_poll is not None:
-            self._read_poll.cancel()
+        for timer in (self._read_poll, self._next_round):
+            if timer is not None:
+                timer.cancel()
         self._commands.fail_all("the router was stopped")
         self.client.fail_all("the router was stopped")
         await self._links.stop()
@@ -364,6 +373,7 @@ class Fleet:
                 if message.outcome.seqs:
                     self._dispatcher.health.on_outputs(link.name, message.outcome.seqs, now)
                 self.client.on_outputs(link.name, message)
+                self._offer_room(link.name)
                 self._schedule_read_poll()
             case EngineReport():
                 self._on_report(link, record, message, now)
@@ -393,6 +403,24 @@ class Fleet:
             log.info("engine %s is %s%s", record.name, record.state, why)
             self._on_engines_changed()
             self.client.dispatch_parked()
+        else:
+            self._offer_room(link.name)
+
+    def _offer_room(self, name: str) -> None:
+        """Place the requests that wait for room, after a change of an engine's load."""
+        is_waiting = self.client.rounds.waits_for_room and self.client.num_parked
+        if is_waiting and self._dispatcher.has_room(name):
+            self.client.dispatch_parked()
+
+    def _schedule_round(self, time: float) -> None:
+        """Place the requests that wait for a heartbeat at a time in seconds."""
+        if self._next_round is None:
+            loop = asyncio.get_running_loop()
+            self._next_round = loop.call_later(max(0.0, time - self._clock()), self._run_round)
+
+    def _run_round(self) -> None:
+        self._next_round = None
+        self.client.dispatch_parked()
 
     def _on_engines_changed(self) -> None:
         """Note whether an engine takes requests."""
@@ -437,6 +465,9 @@ class Fleet:
         self.client.check_losses()
         if self.client.num_parked:
             self.client.dispatch_parked()
+            if self.client.rounds.waits_for_room and self._dispatcher.has_ready_engine:
+                # They wait in a queue, as at an engine with another policy.
+                return
             self.client.reject_parked(
                 fleet_status.unready_cause(self._dispatcher.records), self.scaling.park_seconds
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from gllm.options.slo import Slo
 from gllm.routing.state import OngoingRequest
 from gllm.scheduler.output_lengths import UNKNOWN_LENGTH, LengthEstimate
 
@@ -23,6 +24,7 @@ class OngoingRequests:
         wire_id: int,
         num_prompt_tokens: int,
         length_estimate: LengthEstimate = UNKNOWN_LENGTH,
+        slo: Slo | None = None,
     ) -> None:
         """Add a request that is sent to the engine.
 
@@ -30,8 +32,11 @@ class OngoingRequests:
             wire_id: id of the sequence.
             num_prompt_tokens: tokens to prefill.
             length_estimate: prediction of the tokens that it generates there.
+            slo: its limits of latency; None for none.
         """
-        self._requests[wire_id] = OngoingRequest(num_prompt_tokens, length_estimate=length_estimate)
+        self._requests[wire_id] = OngoingRequest(
+            num_prompt_tokens, length_estimate=length_estimate, slo=slo
+        )
 
     def on_tokens(self, wire_ids: Iterable[int], now: float) -> None:
         """Count a token of each sequence; unknown ids are ignored."""

@@ -10,6 +10,10 @@ constraints of its placement problem. A worker is an engine.
     (c) prefill of all new prompts <= T_pre
     (d) prefill of all new prompts <= theta min over ongoing (T_dec l_out - t_dec)
     (e) KV tokens of the batch <= M in each future step
+
+The paper has one T_pre and one T_dec. Here each request may have limits of its own: a step serves
+the whole batch and a prefill all new prompts, so T_dec is the least of the batch in (b), T_pre the
+least of the new prompts in (c), and (d) has that of each ongoing request.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -80,6 +84,8 @@ class PlacedRequest(NamedTuple):
     """Time since the first token."""
     is_begun: bool = False
     """True if a step has scheduled some of its prompt; only re-balancing reads it."""
+    slo: Slo | None = None
+    """Its limits of latency; None: those of the rules."""
 
     @property
     def is_new(self) -> bool:
@@ -99,8 +105,8 @@ class PlacementRules:
     """
 
     slo: Slo = NO_SLO
-    """Limits of the time to first token (T_pre in the paper) and of the time per output token
-    (T_dec); a constraint without its limit always holds."""
+    """Limits of requests without their own: of the time to first token (T_pre in the paper) and of
+    the time per output token (T_dec). A constraint without a limit always holds."""
     theta: float = 0.8
     """Share of the limits that a placement uses, in (0, 1]."""
     gamma: float = 0.5
@@ -144,11 +150,16 @@ class WorkerLoad(NamedTuple):
     num_kv_tokens: float
     context: float
     """Planned context of the requests in tokens, by the gamma of the rules."""
+    ttft_seconds: float
+    """Least limit of the time to first token of the requests whose prompts have not been computed;
+    infinite: none."""
+    tpot_seconds: float
+    """Least limit of the time per output token of all requests; infinite: none."""
     num_new_tokens: Callable[[], int]
     """Returns the tokens of the prompts that have not been computed."""
-    decode_slacks: Callable[[float], Iterable[float]]
-    """Returns, for a limit of the time per output token, by how many seconds each running request
-    is ahead of it: limit times generated tokens, minus time since the first token."""
+    decode_slacks: Callable[[], Iterable[float]]
+    """Returns by how many seconds each running request is ahead of its limit of the time per output
+    token: limit times generated tokens, minus time since the first token."""
     placed_requests: Callable[[], Sequence[PlacedRequest]]
     """Returns the requests."""
 
@@ -181,19 +192,40 @@ def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
     )
 
 
+def tpot_limit(slo: Slo | None, rules: PlacementRules) -> float:
+    """Return the time per output token that a request allows, in seconds; infinite: no limit.
+
+    Args:
+        slo: limits of the request; None: it has none of its own.
+        rules: have the limits of such requests.
+    """
+    seconds = (rules.slo if slo is None else slo).tpot_seconds
+    return inf if seconds is None else seconds
+
+
+def ttft_limit(slo: Slo | None, rules: PlacementRules) -> float:
+    """Return the time to first token that a request allows, in seconds, as `tpot_limit` does."""
+    seconds = (rules.slo if slo is None else slo).ttft_seconds
+    return inf if seconds is None else seconds
+
+
 def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
     """Return True if an engine can take a request without breaking latency or KV cache limits."""
     requests = worker.requests
-    decoding = [request for request in requests if not request.is_new]
+    new = [request for request in requests if request.is_new]
     load = WorkerLoad(
         worker.model,
         len(requests),
         worker.max_num_seqs,
         worker.num_kv_tokens,
         planned_context(requests, rules.gamma),
-        lambda: sum(request.num_prompt_tokens for request in requests if request.is_new),
-        lambda tpot: (
-            tpot * decode.num_output_tokens - decode.decode_seconds for decode in decoding
+        min((ttft_limit(request.slo, rules) for request in new), default=inf),
+        min((tpot_limit(request.slo, rules) for request in requests), default=inf),
+        lambda: sum(request.num_prompt_tokens for request in new),
+        lambda: (
+            tpot_limit(decode.slo, rules) * decode.num_output_tokens - decode.decode_seconds
+            for decode in requests
+            if not decode.is_new
         ),
         lambda: requests,
     )
@@ -206,17 +238,22 @@ def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: Placement
         return False
     # The constraints that refuse most often first.
     num_new_tokens = request.num_prompt_tokens + load.num_new_tokens()
-    slacks = load.decode_slacks(rules.slo.tpot_seconds or 0.0)
-    if not admits_prefill(load.model, num_new_tokens, slacks, rules):
+    ttft = min(load.ttft_seconds, ttft_limit(request.slo, rules))
+    if not admits_prefill(load.model, num_new_tokens, ttft, load.decode_slacks(), rules):
         return False
+    tpot = min(load.tpot_seconds, tpot_limit(request.slo, rules))
     context = load.context + planned_context([request], rules.gamma)
-    if not admits_context(load.model, load.num_requests + 1, context, rules):
+    if not admits_context(load.model, load.num_requests + 1, context, tpot, rules):
         return False
     return admits_kv_cache([*load.placed_requests(), request], load.num_kv_tokens, rules)
 
 
 def admits_prefill(
-    model: LatencyModel, num_new_tokens: int, slacks: Iterable[float], rules: PlacementRules
+    model: LatencyModel,
+    num_new_tokens: int,
+    ttft_seconds: float,
+    slacks: Iterable[float],
+    rules: PlacementRules,
 ) -> bool:
     """Return True if prefilling all new prompts breaks no latency limit: constraints (c) and (d).
 
@@ -226,33 +263,35 @@ def admits_prefill(
     Args:
         model: latency model of the engine.
         num_new_tokens: tokens of the prompts that have not been computed.
+        ttft_seconds: least limit of the time to first token of these prompts; infinite: none.
         slacks: time in seconds by which each running request is ahead of its limit of the time per
-            output token; not read without that limit.
-        rules: latency limits and safety margins.
+            output token; infinite without a limit.
+        rules: safety margins and active constraints.
     """
-    ttft, tpot = rules.slo.ttft_seconds, rules.slo.tpot_seconds
     seconds = model.prefill_seconds(num_new_tokens)
-    if "c" in rules.constraints and ttft is not None and seconds > ttft:
+    if "c" in rules.constraints and seconds > ttft_seconds:
         return False
-    if "d" not in rules.constraints or tpot is None:
+    if "d" not in rules.constraints:
         return True
     least = seconds / rules.theta
     return all(slack >= least for slack in slacks)
 
 
-def admits_context(model: LatencyModel, batch: int, context: float, rules: PlacementRules) -> bool:
+def admits_context(
+    model: LatencyModel, batch: int, context: float, tpot_seconds: float, rules: PlacementRules
+) -> bool:
     """Return True if a decode step meets the limit of the time per output token: constraint (b).
 
     Args:
         model: latency model of the engine.
         batch: requests in the step.
         context: their expected context in tokens.
-        rules: latency limits and safety margins.
+        tpot_seconds: least limit of the time per output token of these requests; infinite: none.
+        rules: safety margins and active constraints.
     """
-    tpot = rules.slo.tpot_seconds
-    if "b" not in rules.constraints or tpot is None:
+    if "b" not in rules.constraints:
         return True
-    return context <= rules.theta * model.max_context(batch, tpot)
+    return context <= rules.theta * model.max_context(batch, tpot_seconds)
 
 
 def admits_kv_cache(
@@ -268,7 +307,7 @@ def load_norm(
     context: float,
     num_kv_tokens: float,
     max_num_seqs: int,
-    rules: PlacementRules,
+    tpot_seconds: float,
 ) -> float:
     """Return an engine's load as Euclidean norm of its batch size and context, each over its limit.
 
@@ -278,11 +317,9 @@ def load_norm(
         context: their expected context in tokens.
         num_kv_tokens: capacity of the KV cache in tokens.
         max_num_seqs: limit of the number of requests.
-        rules: latency limits and safety margins.
+        tpot_seconds: least limit of the time per output token of a step; infinite: none.
     """
-    limit = num_kv_tokens
-    if rules.slo.tpot_seconds is not None:
-        limit = min(limit, model.max_context(batch + 1, rules.slo.tpot_seconds))
+    limit = min(num_kv_tokens, model.max_context(batch + 1, tpot_seconds))
     return hypot(batch / max_num_seqs, context / max(1.0, limit) if limit < inf else 0.0)
 
 

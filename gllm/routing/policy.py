@@ -28,6 +28,12 @@ class RoutingPolicy(ABC):
     uses_ongoing: ClassVar[bool] = False
     """True if `choose` reads the unfinished requests of the engines, which routers track only for
     such a policy."""
+    waits_for_room: ClassVar[bool] = False
+    """True if `choose` may return None although there are engines: the request then waits at the
+    router until one of them has room (`has_room`)."""
+    places_in_heartbeats: ClassVar[bool] = False
+    """True if a router may collect requests for a heartbeat and place them together, longest
+    prompts first (`--placement-heartbeat`)."""
     length_predictor: ClassVar[str] = "by-max-tokens"
     """Name of the predictor of output lengths that a router uses without `--length-predictor`."""
 
@@ -45,3 +51,12 @@ class RoutingPolicy(ABC):
             request: the request.
             engines: engines that can run the request and may get it.
         """
+
+    def has_room(self, engine: EngineSnapshot, num_prompt_tokens: int = 1) -> bool:
+        """Return True if an engine may get a request; only a policy with `waits_for_room` refuses.
+
+        Args:
+            engine: state of the engine.
+            num_prompt_tokens: tokens to prefill.
+        """
+        return True

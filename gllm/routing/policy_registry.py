@@ -1,9 +1,9 @@
 """Registry of routing policies by name."""
 
-from collections.abc import Callable
 from random import Random
 
 from gllm.routing.policies.aladdin import AladdinPolicy
+from gllm.routing.policies.deferred import DeferredPolicy
 from gllm.routing.policies.predict import PredictPolicy
 from gllm.routing.policies.prefix_aware import PrefixAwarePolicy
 from gllm.routing.policies.session_affinity import SessionAffinityPolicy
@@ -17,7 +17,7 @@ from gllm.routing.policies.simple import (
 )
 from gllm.routing.policy import RoutingPolicy
 
-POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
+POLICIES: dict[str, type[RoutingPolicy]] = {
     "predict": PredictPolicy,
     "prefix-aware": PrefixAwarePolicy,
     "session": SessionAffinityPolicy,
@@ -28,6 +28,7 @@ POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
     "round-robin": RoundRobinPolicy,
     "random": RandomPolicy,
     "aladdin": AladdinPolicy,
+    "deferred": DeferredPolicy,
 }
 """Policies by the name that users choose; the first one is the default."""
 

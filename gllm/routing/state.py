@@ -30,6 +30,8 @@ class RoutingRequest(NamedTuple):
     """Limits of the time to first token and per output token; None for none."""
     length_estimate: LengthEstimate = UNKNOWN_LENGTH
     """Prediction of the tokens to generate, from which `num_output_tokens` follows."""
+    is_moved: bool = False
+    """True if an engine has had the request already and it continues elsewhere."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class OngoingRequest:
     """Time of the first token in seconds, on the clock of `EngineSnapshot.time`."""
     length_estimate: LengthEstimate = field(default=UNKNOWN_LENGTH, compare=False, repr=False)
     """Prediction of the tokens that it generates on the engine."""
+    slo: Slo | None = None
+    """Its limits of the time to first token and per output token; None for none."""
 
 
 class EngineSnapshot(NamedTuple):

@@ -222,7 +222,13 @@ def _simulate_engines(
         if isinstance(lengths, OracleLengthPredictor | NoisyLengthPredictor):
             # The requests carry its predictions, which schedulers read too.
             lengths = None
-    router = make_router(config.routing_policy, config.seed, lengths)
+    limits = _read_slo_limits(config)
+    slo: Slo | dict[str, Slo] | None = config.slo or None
+    if limits:
+        shares = parse_shares(config.slo_classes) if config.slo_classes else {}
+        slo = {name: limits.get(name, NO_SLO).with_defaults(config.slo) for name in shares}
+    heartbeat = config.placement_heartbeat
+    router = make_router(config.routing_policy, config.seed, lengths, slo, heartbeat)
     return simulate_cluster(dict.fromkeys(names, deployment), jobs, router, (), open_log, check)
 
 

@@ -8,9 +8,9 @@ from gllm.options.field_types import convert_fields
 from gllm.options.flags import parse_counts
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.options.slo import Slo
+from gllm.routing.policy_registry import POLICIES
 from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
-from gllm.sim.cluster.router import ROUTER_NAMES
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.depth_control import AUTO_DEPTH
 from gllm.sim.hardware.devices import DEVICES, LINKS
@@ -107,9 +107,17 @@ class SimulationConfig:
     )
     engines: int = option(1, "engines of that kind behind a router", ge=1, le=1024, is_common=True)
     routing_policy: str = option(
-        ROUTER_NAMES[0],
-        "which engine serves a request; deferred: requests wait until an engine can run them",
-        choices=ROUTER_NAMES,
+        next(iter(POLICIES)),
+        "which engine serves a request, as --policy of gllm router; aladdin reads the limits of "
+        "--slo-ttft, --slo-tpot and --slo-limits",
+        choices=tuple(POLICIES),
+    )
+    placement_heartbeat: float = option(
+        0.0,
+        "with --routing-policy aladdin, collect the requests of so many seconds and place them "
+        "together, longest prompts first",
+        ge=0,
+        le=MAX_TIMEOUT_SECONDS,
     )
     workload: str = option("azure-conv", f"{WORKLOAD_HELP}; or {AGENTS_HELP}", is_common=True)
     pauses: str = option(DEFAULT_PAUSES, f"{PAUSES_HELP} (default {DEFAULT_PAUSES})")

@@ -11,6 +11,7 @@ from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
 from gllm.routing.engine_losses import TOGETHER_SECONDS, LossKind
+from gllm.routing.rounds import PlacementRounds
 from gllm.runtime.head.request_stream import RequestStream
 from tests.support.engines.request_reader import RequestReader
 from tests.support.examples import num_examples
@@ -31,8 +32,11 @@ class FleetLife:
         self.now = 0.0
         """Time in seconds."""
         self.client = FleetClient(
-            self.choose, MIGRATION_LIMIT, numerics_patience=math.inf, clock=lambda: self.now
-        )
+            self.choose, MIGRATION_LIMIT, numerics_patience=math.inf, clock=lambda: self.now,
+            rounds=PlacementRounds(
+                self.rng.choice((0.0, 0.0, 3 * MOVE_SECONDS)), self.rng.random() < 0.5
+            ),
+        )  # fmt: skip
         self.engines: dict[str, FakeEngine] = {}
         self.closed: set[str] = set()
         """Engines that are not chosen."""

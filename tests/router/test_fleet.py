@@ -16,7 +16,7 @@ from gllm.engine.interface import EngineUnavailableError, OverloadedError
 from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
-from gllm.messages.requests import SubmitRequest
+from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.slo import Slo
 from gllm.router.fleet import Fleet
@@ -24,7 +24,7 @@ from gllm.routing.policy import RoutingPolicy
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.head.kv_events import KvEventSource
 from gllm.runtime.head.request_stream import RequestStream
-from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from gllm.scheduler.step_cost import StepCostCoefficients
 from tests.support.engines.kv_driver import TOKEN, KvDriver
 from tests.support.routing.scripted_links import ANNOUNCE, ScriptedLink, ScriptedLinks
@@ -100,6 +100,83 @@ def test_a_policy_that_fails_loses_no_request(caplog: pytest.LogCaptureFixture) 
         [1, 2]
     ]
     assert "the routing policy failed" in caplog.text
+
+
+def test_deferred_requests_wait_at_the_router_until_an_engine_has_room() -> None:
+    rig = Rig(policy="deferred", park_timeout=60.0)
+    a = rig.attach("a", max_num_seqs=2)
+    streams = [rig.submit(number, 2) for number in range(5)]
+    assert [each.prompt[0] for each in a.requests] == [0, 1]
+    assert (rig.fleet.totals().num_parked, rig.fleet.totals().held_requests) == (3, 3)
+    # A step without an end makes no room; an end makes room for one.
+    for token in (7, 8):
+        step = StepOutput([0], [token], [FirstToken(0, 0, 0.0)], [])
+        rig.links.on_message(a, EngineOutputs(step, SchedulerStats(running=2)))
+    assert len(a.requests) == 2
+    rig.passed = 100.0
+    rig.fleet.on_tick()
+    assert all(stream.alive for stream in streams), "they wait in a queue, not for an engine"
+    end = StepOutput([], [], [], [FinishedSequence(0, "stop")])
+    rig.links.on_message(a, EngineOutputs(end, SchedulerStats(running=1)))
+    assert [each.prompt[0] for each in a.requests] == [0, 1, 2]
+    a.leave()
+    b = rig.attach("b", max_num_seqs=4)
+    # What a has had goes on at once, the others as far as there is room.
+    assert [each.prompt[0] for each in b.requests] == [1, 2, 3, 4]
+    assert (read(streams[0]), rig.fleet.totals().num_parked) == ([7, 8], 0)
+
+
+def test_without_an_engine_deferred_requests_end_in_time() -> None:
+    rig = Rig(policy="deferred", park_timeout=60.0)
+    stream = rig.submit()
+    rig.passed = 61.0
+    rig.fleet.on_tick()
+    assert error_kind(stream) == "unavailable"
+
+
+async def test_a_heartbeat_places_the_requests_that_came_in_it() -> None:
+    rig = Rig(policy="aladdin", placement_heartbeat=0.05)
+    a = rig.attach("a")
+    for prompt in ((1,), (2, 2), (3, 3, 3)):
+        rig.submit(*prompt)
+    assert [each.prompt[0] for each in a.requests] == [1]
+    for _ in range(200):
+        if len(a.requests) == 3:
+            break
+        await asyncio.sleep(0.01)
+    assert [each.prompt[0] for each in a.requests] == [1, 3, 2]
+    totals = rig.fleet.totals()
+    assert (totals.held_requests, totals.placement_heartbeat, totals.num_parked) == (2, 0.05, 0)
+    await rig.fleet.stop()
+
+
+def test_a_heartbeat_needs_a_policy_that_has_one() -> None:
+    with pytest.raises(ValueError, match=r"policy predict places requests at their arrival: set"):
+        RouterConfig(placement_heartbeat=0.5)
+    with pytest.raises(ValueError, match="placement_heartbeat"):
+        RouterConfig(policy="aladdin", placement_heartbeat=-1.0)
+
+
+def test_a_limit_of_the_first_token_is_less_by_the_time_that_has_passed() -> None:
+    slo = Slo(2.0, 0.1)
+    assert slo.remaining(0.5, False) == Slo(1.5, 0.1)
+    assert slo.remaining(2.0, False) == slo.remaining(0.5, True) == Slo(None, 0.1)
+    assert Slo(None, 0.1).remaining(9.0, False) == Slo(None, 0.1)
+
+
+def test_engines_are_loaded_with_the_limits_of_their_requests() -> None:
+    rig = Rig(policy="aladdin")
+    rig.attach("a")
+    limits = [Slo(0.5, 0.1), None, Slo(None, 0.2)]
+    for slo in limits:
+        rig.fleet.client.submit([1, 2], GREEDY, 8, [], slo=slo)
+    (record,) = rig.fleet._dispatcher.records.values()
+    first, *others = (each.slo for each in record.snapshot(now=0.0).ongoing)
+    assert others == limits[1:]
+    assert first is not None
+    assert first.tpot_seconds == 0.1
+    # Less by the time since its arrival.
+    assert 0.1 < (first.ttft_seconds or 0.0) <= 0.5
 
 
 def read(stream: RequestStream) -> list[int]:

@@ -15,6 +15,7 @@ from gllm.messages.requests import (
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
 from gllm.routing.engine_losses import RETURN_SECONDS, TOGETHER_SECONDS, LossKind
+from gllm.routing.rounds import PlacementRounds
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 
@@ -513,3 +514,70 @@ def test_a_request_that_an_engine_found_to_be_poison_is_refused_everywhere() -> 
 def test_one_trial_is_too_few() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         FleetClient(lambda stream, names: None, migration_limit=1)
+
+
+def hold(rig: Rig, rounds: PlacementRounds) -> None:
+    """Let new requests wait as `rounds` decides."""
+    rig.client.rounds = rounds
+
+
+def test_requests_of_a_heartbeat_are_placed_together_longest_first() -> None:
+    rig = Rig("a")
+    times: list[float] = []
+    hold(rig, PlacementRounds(heartbeat_seconds=0.5))
+    rig.client.on_held = times.append
+    rig.now += 1
+    rig.submit(1)
+    assert rig.submitted("a") == [1], "nothing was placed for a heartbeat"
+    rig.now += 0.2
+    for prompt in ((2,), (3, 3, 3), (4, 4)):
+        rig.submit(*prompt)
+    assert (rig.submitted("a"), rig.client.num_parked) == ([1], 3)
+    assert times == [101.5] * 3
+    rig.now = 101.5
+    rig.client.dispatch_parked()
+    assert rig.submitted("a") == [1, 3, 4, 2]
+    assert rig.client.rounds.num_held == 3
+
+
+def test_requests_wait_for_room_in_order_and_moved_ones_do_not_wait() -> None:
+    rig = Rig("a", "b")
+    hold(rig, PlacementRounds(waits_for_room=True))
+    moving = rig.submit(1)
+    rig.closed = {"a", "b"}
+    rig.now += 1
+    waiting = rig.submit(2)
+    rig.closed = {"b"}
+    rig.now += 1
+    # Nothing has said that an engine has room again, so the second one does not pass the first.
+    rig.submit(3)
+    assert rig.submitted("a") == [1]
+    assert (rig.client.num_parked, rig.client.rounds.num_held) == (2, 2)
+    rig.client.dispatch_parked()
+    assert rig.submitted("a") == [1, 2, 3]
+    rig.closed = {"a", "b"}
+    rig.now += 1
+    rig.submit(4)
+    rig.lose("a")
+    # All three lost ones are offered, though the new one finds no room; none finds some.
+    assert rig.client.num_parked == 4
+    rig.closed = {"a"}
+    rig.client.dispatch_parked()
+    assert rig.submitted("b") == [1, 2, 3, 4]
+    assert moving.alive
+    assert waiting.alive
+
+
+def test_requests_that_move_together_count_as_load_of_their_engine_one_after_the_other() -> None:
+    rig = Rig("a", "b", "c")
+    rig.closed = {"b", "c"}
+    for number in range(4):
+        rig.submit(number)
+    rig.closed = set()
+
+    def choose_fewest(stream: RequestStream, names: frozenset[str]) -> str | None:
+        return min(sorted(names), key=rig.client.num_running)
+
+    rig.client._choose = choose_fewest
+    assert rig.client.migrate("a") == 4
+    assert (len(rig.submitted("b")), len(rig.submitted("c"))) == (2, 2)

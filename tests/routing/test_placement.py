@@ -135,10 +135,15 @@ def test_policy_packs_engines_and_falls_back_to_the_least_load() -> None:
     policy = make_policy("aladdin", Random(0))
     request = RoutingRequest(100, slo=Slo(1.0, 0.05))
     # Their first tokens came 0.5 and 2.6 s ago.
-    fast, slow = OngoingRequest(100, 50, -0.5), OngoingRequest(100, 50, -2.6)
+    slo = Slo(1.0, 0.05)
+    fast, slow = (OngoingRequest(100, 50, since, slo=slo) for since in (-0.5, -2.6))
     assert policy.choose(request, [snapshot("a"), snapshot("b", fast)]) == "b"
     # Its request is late already: a prefill there would make it later.
     assert policy.choose(request, [snapshot("a"), snapshot("b", slow)]) == "a"
+    # Also where the new request has no limits, but not where the late one has none.
+    assert policy.choose(REQUEST, [snapshot("a"), snapshot("b", slow)]) == "a"
+    free = OngoingRequest(100, 50, -2.6)
+    assert policy.choose(request, [snapshot("a"), snapshot("b", free)]) == "b"
     both = [snapshot("a", slow, slow), snapshot("b", slow)]
     assert policy.choose(request, both) == "b"
     # The KV cache of 4,096 tokens binds without an SLO too.

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.routing import simulated_pool
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StepLogEvent
+from gllm.routing.policies.deferred import SPARE_BATCHES
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.scheduler.scheduler import Scheduler
@@ -38,9 +39,7 @@ from gllm.sim.cluster.engine import ClusterEngine, ClusterEngineState, EngineLif
 from gllm.sim.cluster.epoch import MeteredCostModel
 from gllm.sim.cluster.requests import ClusterRequest, Submission, join_submissions
 from gllm.sim.cluster.router import (
-    ROUTER_NAMES,
     ClusterRouter,
-    DeferredRouter,
     PolicyRouter,
     RouterNeeds,
     make_router,
@@ -67,7 +66,7 @@ SPARE_TIME = 30.0
 PAGE = Path(__file__).parents[2] / "docs" / "simulator-clusters.md"
 
 
-@pytest.mark.parametrize("name", ROUTER_NAMES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_request_is_served_once(name: str) -> None:
     jobs = make_workload("uniform:8,200,2,30", 60, 20.0)
     run = simulate_cluster(simulated_pool("equal"), jobs, make_router(name, 0))
@@ -192,14 +191,15 @@ def last_time(run: ClusterRun) -> float:
 
 
 def test_deferred_requests_wait_centrally_and_run_at_once_when_pulled() -> None:
-    """No request waits in an engine, and those of the queue are served in order of arrival."""
+    """Few requests wait in an engine, and those of the queue are served in order of arrival."""
     jobs = make_workload("fixed:64,40", 90, 1.0, "static")
     deferred = simulate_cluster(simulated_pool("unequal"), jobs, make_router("deferred", 0))
     blind = simulate_cluster(simulated_pool("unequal"), jobs, make_router("round-robin", 0))
     assert sorted(deferred.requests) == list(range(90))
     starts = [request.first_scheduled_time or 0.0 for request in deferred.requests.values()]
-    # A step of the slowest engine takes 80 ms.
-    assert all(later >= earlier - 0.081 for earlier, later in pairwise(starts))
+    # A step of the slowest engine takes 80 ms; a prompt fills it, and up to three may wait.
+    num_steps = 1 + SPARE_BATCHES
+    assert all(later >= earlier - num_steps * 0.081 for earlier, later in pairwise(starts))
     # The fast engine takes more requests, so the last one ends earlier.
     served = [len(engine.record.requests) for engine in deferred.engines.values()]
     assert served[0] > served[1] > served[2]
@@ -565,7 +565,7 @@ def check_run(
 def test_every_request_ends_once_whatever_dies(is_deferred: bool, data: st.DataObject) -> None:
     deployments, jobs = data.draw(clusters())
     changes = data.draw(failures(list(deployments)))
-    router = CountingRouter(DeferredRouter() if is_deferred else None)
+    router = CountingRouter(make_router("deferred", 0) if is_deferred else None)
     cluster = SimulatedCluster(router)
     for name, deployment in deployments.items():
         cluster.add_engine(name, deployment)

@@ -1,12 +1,16 @@
 """Routing policies in simulated clusters: their view of the engines, and their predictions."""
 
 from collections.abc import Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
 from random import Random
 from statistics import fmean
 
 import pytest
 
 from benchmarks.routing import simulate, simulated_capacity, simulated_pool
+from gllm.options.slo import Slo
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policies.predict import Prediction, predict_all
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
@@ -14,6 +18,7 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.workloads.classes import assign_classes
 from gllm.sim.workloads.requests import make_workload
 
 REQUESTS = 120
@@ -118,3 +123,48 @@ def test_predictions_come_true(
     tpot = [(each.tpot_seconds, line.tpot) for each, line in pairs if line.tpot is not None]
     predicted = fmean(predicted for predicted, _ in tpot)
     assert predicted == pytest.approx(fmean(actual for _, actual in tpot), rel=0.4)
+
+
+class OrderRecorder(AladdinPolicy):
+    """Aladdin's policy, which keeps the requests in the order of their placement."""
+
+    def __init__(self) -> None:
+        super().__init__(Random(0))
+        self.placed: list[tuple[float, RoutingRequest]] = []
+
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
+        """Return the choice of the policy."""
+        if engines:
+            self.placed.append((engines[0].time, request))
+        return super().choose(request, engines)
+
+
+def test_a_heartbeat_is_placed_together_longest_prompts_first() -> None:
+    heartbeat, recorder = 0.5, OrderRecorder()
+    jobs = make_workload("uniform:8,200,2,30", 60, 20.0)
+    router = PolicyRouter(recorder, heartbeat_seconds=heartbeat)
+    run = simulate_cluster(simulated_pool("equal"), jobs, router)
+    assert sorted(run.requests) == list(range(60))
+    batches = [
+        [request.num_prompt_tokens for _, request in batch]
+        for _, batch in groupby(recorder.placed, key=itemgetter(0))
+    ]
+    assert all(batch == sorted(batch, reverse=True) for batch in batches)
+    assert fmean(map(len, batches)) > 5
+    times = sorted({time for time, _ in recorder.placed})
+    assert all(later - earlier >= heartbeat - 1e-6 for earlier, later in pairwise(times))
+    with pytest.raises(ValueError, match=r"placement_heartbeat is 0\.5"):
+        PolicyRouter(make_policy("random", Random(0)), heartbeat_seconds=heartbeat)
+
+
+def test_requests_of_a_cluster_have_the_limits_of_their_class() -> None:
+    recorder = OrderRecorder()
+    limits = {"chat": Slo(0.5, 0.1), "batch": Slo(20.0)}
+    jobs = assign_classes(
+        make_workload("uniform:8,200,2,30", 60, 20.0), None, {"chat": 1.0, "batch": 1.0, "": 1.0}
+    )
+    simulate_cluster(simulated_pool("equal"), jobs, PolicyRouter(recorder, limits))
+    assert [request.slo for _, request in recorder.placed] == [
+        limits.get(job.slo_class) for job in jobs
+    ]
+    assert len({job.slo_class for job in jobs}) == 3

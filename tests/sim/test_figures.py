@@ -12,7 +12,7 @@ from gllm.options.slo import Slo, parse_class_slos
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import simulate_cluster
-from gllm.sim.cluster.router import DeferredRouter, PolicyRouter, make_router
+from gllm.sim.cluster.router import PolicyRouter, make_router
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.description import describe_below_range, describe_load
@@ -285,7 +285,6 @@ def measure_flops(run: RunRecord, deployment: Deployment) -> float:
 
 
 def test_routers_by_name() -> None:
-    assert isinstance(make_router("deferred", 0), DeferredRouter)
     assert isinstance(make_router("least-tokens", 0), PolicyRouter)
     with pytest.raises(ValueError, match="routing policy 'x' is none of"):
         make_router("x", 0)

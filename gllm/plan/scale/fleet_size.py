@@ -79,6 +79,8 @@ class FleetCase:
     """Requests of the longest run of a test."""
     quick_requests: int | None = None
     """Requests of the longest run that is made: a test that needs more is undecided; None: all."""
+    heartbeat_seconds: float = 0.0
+    """Time for which the policy `aladdin` collects requests; 0: each is placed at its arrival."""
     max_request_tokens: int | None = None
     """Tokens to which longer requests are cut; None: none is cut."""
 
@@ -97,7 +99,7 @@ class FleetCase:
         if self.policy != "aladdin":
             return PolicyRouter(make_policy(self.policy, Random(self.seed)), self.slo)
         policy = AladdinPolicy(Random(self.seed), self.rules, self.worker.latency)
-        return PolicyRouter(policy, self.slo, self.trained_lengths())
+        return PolicyRouter(policy, self.slo, self.trained_lengths(), self.heartbeat_seconds)
 
     @property
     def rules(self) -> PlacementRules:

@@ -1,22 +1,25 @@
 """Best fit with latency constraints: fill the fullest engine that still meets each request's SLO.
 
-Fewer engines then serve the same requests, and the others are idle and can be removed. Requests
-without an SLO are limited by the KV cache alone. Where no engine meets the constraints, the one
-with the least load gets the request. At rates at which sorting all engines would take too long,
-they are divided into groups; the other groups are tried before that.
+Fewer engines then serve the same requests, and the others are idle and can be removed. A request
+without an SLO has no limit of its own, but goes to no engine on which it would break that of
+another one. Where no engine meets the constraints, the one with the least load gets the request. At
+rates at which sorting all engines would take too long, they are divided into groups; the other
+groups are tried before that.
+
+The policy places one request at a time. The router passes it each request at its arrival, or with
+`--placement-heartbeat` those of a heartbeat one after the other, longest prompts first, which is
+the placement of the paper (`gllm/routing/rounds.py`).
 
 Source: "Aladdin" (arXiv 2405.06856), its online placement; the norm is normalised here, and the
 fallback for a fixed number of engines is ours.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from hashlib import blake2b
-from math import log2
+from math import inf, log2
 from random import Random
 from typing import NamedTuple
 
-from gllm.options.slo import NO_SLO
 from gllm.routing.placement import (
     LatencyModel,
     PlacedRequest,
@@ -24,6 +27,8 @@ from gllm.routing.placement import (
     WorkerLoad,
     load_norm,
     meets_constraints,
+    tpot_limit,
+    ttft_limit,
 )
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.scaling.arrival_rate import ArrivalRate, least_stable_rate
@@ -154,12 +159,12 @@ class AladdinPolicy(RoutingPolicy):
     """Routing policy `aladdin`: the fullest engine that still meets the latency limits (best fit).
 
     A request goes to the most loaded engine on which it and the running requests meet their limits
-    of latency and KV cache, otherwise to the least loaded one. Source: "Aladdin" (arXiv
-    2405.06856).
+    of latency and KV cache, each its own, otherwise to the least loaded one. Source: "Aladdin"
+    (arXiv 2405.06856).
 
     Args:
         rng: breaks ties.
-        rules: parameters of the constraints; the SLO is that of each request.
+        rules: parameters of the constraints; their SLO is that of requests without their own.
         model: latency model of all engines; None: the one that each engine has fitted.
         groups: divides the engines; None: by the rate of the requests.
     """
@@ -167,6 +172,7 @@ class AladdinPolicy(RoutingPolicy):
     uses_statistics = False
     uses_step_costs = True
     uses_ongoing = True
+    places_in_heartbeats = True
     length_predictor = "by-prompt"
 
     def __init__(
@@ -185,14 +191,15 @@ class AladdinPolicy(RoutingPolicy):
         """Return the fullest engine that admits the request, or the one with the least load."""
         if not engines:
             return None
-        rules = replace(self._rules, slo=request.slo or NO_SLO)
-        length = request.num_prompt_tokens
-        placed = PlacedRequest(length, request.length_estimate.expected())
+        rules, length = self._rules, request.num_prompt_tokens
+        expected = request.length_estimate.expected()
+        placed = PlacedRequest(length, expected, slo=request.slo)
+        tpot = tpot_limit(request.slo, rules)
         models = self._models(length, engines)
         self._groups.on_request(len(engines), engines[0].time)
         least: list[_Worker] = []
         for group in self._groups.divide([engine.name for engine in engines]):
-            workers = [self._worker(engines[index], models[index], rules) for index in group]
+            workers = [self._worker(engines[index], models[index], tpot) for index in group]
             self._rng.shuffle(workers)
             workers.sort(key=lambda worker: worker.load, reverse=True)
             for worker in workers:
@@ -215,22 +222,36 @@ class AladdinPolicy(RoutingPolicy):
         ]
 
     def _worker(
-        self, engine: EngineSnapshot, model: LatencyModel, rules: PlacementRules
+        self, engine: EngineSnapshot, model: LatencyModel, tpot_seconds: float
     ) -> "_Worker":
-        """Return an engine with its load; a weight below 1 scales its limits."""
-        gamma = rules.gamma
-        expected = [
-            request.length_estimate.expected(request.num_output_tokens)
-            for request in engine.ongoing
-        ]
-        context = sum(
-            request.num_prompt_tokens + gamma * length
-            for request, length in zip(engine.ongoing, expected, strict=True)
-        )
+        """Return an engine with its load; a weight below 1 scales its limits.
+
+        Args:
+            engine: the engine.
+            model: its latency model.
+            tpot_seconds: limit of the request that is placed; infinite: none.
+        """
+        rules, gamma = self._rules, self._rules.gamma
+        expected = []
+        context = 0.0
+        least_ttft = least_tpot = inf
+        for request in engine.ongoing:
+            length = request.length_estimate.expected(request.num_output_tokens)
+            expected.append(length)
+            context += request.num_prompt_tokens + gamma * length
+            least_tpot = min(least_tpot, tpot_limit(request.slo, rules))
+            if not request.num_output_tokens:
+                least_ttft = min(least_ttft, ttft_limit(request.slo, rules))
         num_kv_tokens = engine.num_kv_tokens * engine.weight
         max_num_seqs = max(1, int(engine.max_num_seqs * engine.weight))
-        load = load_norm(model, len(expected), context, num_kv_tokens, max_num_seqs, rules)
-        return _Worker(engine, model, expected, context, num_kv_tokens, max_num_seqs, load)
+        load = load_norm(
+            model, len(expected), context, num_kv_tokens, max_num_seqs,
+            min(least_tpot, tpot_seconds),
+        )  # fmt: skip
+        return _Worker(
+            engine, model, expected, context, num_kv_tokens, max_num_seqs, least_ttft, least_tpot,
+            load,
+        )  # fmt: skip
 
 
 class _Worker(NamedTuple):
@@ -244,6 +265,10 @@ class _Worker(NamedTuple):
     """Planned context of these requests, in tokens."""
     num_kv_tokens: float
     max_num_seqs: int
+    ttft_seconds: float
+    """As in WorkerLoad."""
+    tpot_seconds: float
+    """As in WorkerLoad."""
     load: float
 
     def admits(self, request: PlacedRequest, rules: PlacementRules) -> bool:
@@ -254,8 +279,10 @@ class _Worker(NamedTuple):
             self.max_num_seqs,
             self.num_kv_tokens,
             self.context,
+            self.ttft_seconds,
+            self.tpot_seconds,
             self._num_new_tokens,
-            self._decode_slacks,
+            lambda: self._decode_slacks(rules),
             self._placed_requests,
         )
         return meets_constraints(load, request, rules)
@@ -266,11 +293,12 @@ class _Worker(NamedTuple):
             request.num_prompt_tokens for request in ongoing if not request.num_output_tokens
         )
 
-    def _decode_slacks(self, tpot_seconds: float) -> Iterator[float]:
+    def _decode_slacks(self, rules: PlacementRules) -> Iterator[float]:
         now = self.engine.time
         for request in self.engine.ongoing:
             if request.num_output_tokens:
-                yield tpot_seconds * request.num_output_tokens - (now - request.first_token_time)
+                tpot = tpot_limit(request.slo, rules)
+                yield tpot * request.num_output_tokens - (now - request.first_token_time)
 
     def _placed_requests(self) -> list[PlacedRequest]:
         return [

@@ -129,6 +129,11 @@ class JournalEntry:
         return sum(map(len, self.outputs.values()))
 
     @property
+    def is_moved(self) -> bool:
+        """True if a scheduler has had the request, so that it continues at the next one."""
+        return bool(self.num_attempts or self.num_output_tokens)
+
+    @property
     def is_parked(self) -> bool:
         """True if no scheduler has the request."""
         return not self.seqs

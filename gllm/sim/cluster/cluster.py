@@ -7,6 +7,7 @@ from itertools import tee
 from typing import TYPE_CHECKING, NamedTuple
 
 from gllm.observability.step_log import StepLogEvent
+from gllm.routing.rounds import PlacementRounds
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.engine import (
     ClusterEngine,
@@ -180,13 +181,16 @@ class SimulatedCluster:
         self.engines: dict[str, ClusterEngine] = {}
         self.transfers = KvTransfers(self._on_transfer_end)
         self._router = router
+        self._rounds = PlacementRounds(router.heartbeat_seconds, router.keeps_order)
+        self._has_round_event = False
+        """True while the event of the next heartbeat is due."""
         self._open_log = open_log
         self._kv_listener: PairedCluster | None = None
         self._routable: list[ClusterEngine] = []
         """Engines that the router takes for ready."""
         self._min_model_len = 0
         """Tokens that each routable engine can hold."""
-        self._queue: list[tuple[tuple[int, float, int], ClusterRequest]] = []
+        self._queue: list[tuple[tuple[float, ...], ClusterRequest]] = []
         """Heap of the requests that no engine has, by rank."""
         self._submissions: list[Submission] = []
         """By sequence. Ids count up over all engines, so that each request of a scheduler has a
@@ -330,6 +334,7 @@ class SimulatedCluster:
         self.transfers.on_engine_dead(engine.name)
         self.transfers.on_engine_death_detected(engine.name, now)
         for request in requests:
+            request.is_moved = True
             self._dispatch(request, now)
 
     def _update_routable(self) -> None:
@@ -366,11 +371,26 @@ class SimulatedCluster:
             engines = self._able_engines(request)
         for engine in engines:
             engine.run_before_arrival(now)
-        name = self._router.route(request, engines, now)
-        if name is None:
-            heappush(self._queue, (request.rank, request))
-        else:
+        rounds = self._rounds
+        is_held = bool(engines) and not request.is_moved and rounds.holds(bool(self._queue), now)
+        name = None if is_held else self._router.route(request, engines, now)
+        if name is not None:
+            rounds.begin(now)
             self._submit(self._find_engine(name, engines), request, now)
+            return
+        heappush(self._queue, (self._rank(request), request))
+        if not is_held:
+            is_held = rounds.on_unplaced() and bool(engines)
+        rounds.num_held += is_held
+        if now < rounds.next_time and not self._has_round_event:
+            self._has_round_event = True
+            self.loop.push(rounds.next_time, ARRIVAL, self._run_round, None)
+
+    def _rank(self, request: ClusterRequest) -> tuple[float, ...]:
+        """Return the place of a waiting request among those that are placed together."""
+        num_tokens = len(request.request.prompt_token_ids) + request.num_output_tokens
+        priority, arrival = request.request.priority, request.arrival_time
+        return *self._rounds.rank(priority, num_tokens, arrival), request.index
 
     def _submit(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         engine.submit(request, self._submissions, now)
@@ -410,7 +430,7 @@ class SimulatedCluster:
 
     def on_changed(self, engine: ClusterEngine, now: float) -> None:
         """Try to send requests of the central queue to an engine whose load has changed."""
-        if engine.loop is self.loop:
+        if engine.loop is self.loop and self._router.lets_wait:
             self._offer_queue(engine, now)
 
     def _offer_queue(self, engine: ClusterEngine, now: float) -> None:
@@ -422,6 +442,10 @@ class SimulatedCluster:
     def _pull(self, now: float, engine: ClusterEngine) -> None:
         """Send waiting requests to an engine, as many as the router permits."""
         engine.has_pull_event = False
+        if self._rounds.heartbeat_seconds:
+            self._place_waiting(now)
+            return
+        self._rounds.begin(now)
         others = []
         while self._queue and engine.is_routable:
             item = heappop(self._queue)
@@ -437,6 +461,25 @@ class SimulatedCluster:
         if others:
             self._queue += others
             heapify(self._queue)
+        if self._queue:
+            self._rounds.on_unplaced()
+
+    def _run_round(self, now: float, _: None) -> None:
+        """Route the requests of a heartbeat."""
+        self._has_round_event = False
+        self._place_waiting(now)
+
+    def _place_waiting(self, now: float) -> None:
+        """Route all waiting requests over all engines, in the order of their ranks."""
+        waiting, self._queue = sorted(self._queue), []
+        self._rounds.begin(now)
+        for item in waiting:
+            engines = self._able_engines(item[1])
+            name = self._router.route(item[1], engines, now)
+            if name is None:
+                heappush(self._queue, item)
+            else:
+                self._submit(self._find_engine(name, engines), item[1], now)
 
     # Results.
 

@@ -139,9 +139,10 @@ class EngineEpoch(PipelineObserver):
         self.last_event_time = now
         if self._ongoing is not None:
             num_resumed = sum(map(len, request.outputs or ()))
-            estimate = self._listener.requests[request.seq].length_estimate.after(num_resumed)
+            routed = self._listener.requests[request.seq]
+            estimate = routed.length_estimate.after(num_resumed)
             num_tokens = len(request.prompt_token_ids) + num_resumed
-            self._ongoing.on_sent(request.seq, num_tokens, estimate)
+            self._ongoing.on_sent(request.seq, num_tokens, estimate, routed.slo)
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
         """Remove aborted sequences from the unfinished ones."""

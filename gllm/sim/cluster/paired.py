@@ -252,7 +252,7 @@ class PairedCluster(SimulatedCluster):
         if target not in names:
             target = self._pairs.route_decode(request.request, self._routable, now)
         if target is None:
-            heappush(self._queue, (request.rank, request))
+            heappush(self._queue, (self._rank(request), request))
             return
         self._drop_decode(handoff)
         engine = self.engines[target]
@@ -488,7 +488,7 @@ def simulate_pool(
     Args:
         deployments: Model, cost model and configuration of each machine by name.
         jobs: Requests sorted by arrival time.
-        router: Name of the routing policy, from ROUTER_NAMES.
+        router: Name of the routing policy, from POLICIES.
         seed: Seed of the router's random choices.
         check: Called now and then; an error that it raises ends the simulation.
     """

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import Slo
 from gllm.scheduler.output_lengths import UNKNOWN_LENGTH, LengthEstimate
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.metrics.run_record import ServedRequest
@@ -32,6 +33,10 @@ class ClusterRequest:
     """Number of tokens whose KV cache the next engine fetches from another one; 0 for none."""
     length_estimate: LengthEstimate = UNKNOWN_LENGTH
     """The router's prediction of the whole output."""
+    slo: Slo | None = None
+    """Its limits of latency, as the router knows them; None for none."""
+    is_moved: bool = False
+    """True if an engine has had the request and returned it unfinished."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -4,7 +4,7 @@ A routing policy of production is a router through PolicyRouter.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gllm.options.slo import Slo
 from gllm.routing.lengths.registry import BY_MAX_TOKENS, make_length_predictor
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.policy_registry import POLICIES, make_policy
+from gllm.routing.policy_registry import make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.state import RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
@@ -29,10 +29,6 @@ from gllm.sim.workloads.length_predictions import make_query
 if TYPE_CHECKING:
     from gllm.sim.cluster.engine import ClusterEngine
 
-DEFERRED = "deferred"
-"""Name of DeferredRouter, which exists in the simulator only."""
-ROUTER_NAMES = (*POLICIES, DEFERRED)
-"""Names for `make_router`; the first one is the default of production."""
 ROUTED_IN_A_ROW = 1024
 """Requests that a router which reads nothing of the engines routes before the engines go on."""
 
@@ -82,6 +78,11 @@ class ClusterRouter(ABC):
     """True if `route` lets a request wait though there are engines, until one of them admits or
     finishes another request. The events of all engines then happen in the order of time; otherwise
     only those of each engine do, and `on_finished` is called engine by engine, possibly late."""
+    keeps_order = False
+    """True if a waiting request that `route` has refused is placed before all later ones."""
+    heartbeat_seconds = 0.0
+    """Time between two placements of the requests that arrive in between; 0: each is routed when it
+    arrives."""
 
     @abstractmethod
     def route(
@@ -113,19 +114,30 @@ class PolicyRouter(ClusterRouter):
 
     Args:
         policy: Routing policy; must be new.
-        slo: Latency limits (TTFT, TPOT) attached to all requests; None: no limits.
+        slo: Latency limits (TTFT, TPOT) attached to all requests, or by SLO class those attached to
+            the requests of the class; None: no limits.
         lengths: New predictor of output lengths; None: the length that a request carries, or if it
             carries none, the policy's predictor as in production.
-    """
+        heartbeat_seconds: Time for which requests are collected, as `--placement-heartbeat`.
 
-    lets_wait = False
+    Raises:
+        ValueError: The policy does not collect requests.
+    """
 
     def __init__(
         self,
         policy: RoutingPolicy,
-        slo: Slo | None = None,
+        slo: Slo | Mapping[str, Slo] | None = None,
         lengths: LengthPredictor | None = None,
+        heartbeat_seconds: float = 0.0,
     ) -> None:
+        if heartbeat_seconds and not policy.places_in_heartbeats:
+            raise ValueError(
+                f"placement_heartbeat is {heartbeat_seconds:g}, but the policy places requests at "
+                "their arrival: choose aladdin, or leave it out"
+            )
+        self.heartbeat_seconds = heartbeat_seconds
+        self.lets_wait = self.keeps_order = policy.waits_for_room
         self.needs = RouterNeeds(
             policy.uses_statistics,
             policy.uses_step_costs,
@@ -148,6 +160,10 @@ class PolicyRouter(ClusterRouter):
         self, request: ClusterRequest, engines: Sequence["ClusterEngine"], now: float
     ) -> str | None:
         """Return the engine that the policy chooses; None without engines."""
+        slo = self._slo_of(request)
+        if slo is not None:
+            slo = slo.remaining(now - request.arrival_time, request.num_output_tokens > 0)
+        request.slo = slo
         if not engines:
             return None
         if self.needs.prefixes:
@@ -189,9 +205,15 @@ class PolicyRouter(ClusterRouter):
             request.max_tokens,
             request.priority,
             routed.job.session,
-            self._slo,
+            routed.slo,
             rest,
+            routed.is_moved,
         )
+
+    def _slo_of(self, routed: ClusterRequest) -> Slo | None:
+        if isinstance(self._slo, Mapping):
+            return self._slo.get(routed.job.slo_class)
+        return self._slo
 
     def _estimate(self, request: SchedulerRequest, config: SchedulerConfig) -> LengthEstimate:
         """Return the estimate of a request's output length, made at its first choice."""
@@ -213,40 +235,24 @@ class PolicyRouter(ClusterRouter):
         return estimate
 
 
-class DeferredRouter(ClusterRouter):
-    """Router that keeps requests in a central queue until an engine can start them at once.
-
-    An engine can start a request if none of its requests waits for KV blocks and it has fewer than
-    max_num_seqs requests. Among these, the one with the fewest requests is chosen.
-
-    Source: the deferred global scheduler of Vidur (MLSys'24, arXiv 2405.05465).
-    """
-
-    needs = RouterNeeds(statistics=True)
-
-    def route(
-        self, request: ClusterRequest, engines: Sequence["ClusterEngine"], now: float
-    ) -> str | None:
-        """Return the engine with the fewest requests among those that can start the request now."""
-        able = [
-            engine
-            for engine in engines
-            if not engine.num_waiting_requests and engine.num_requests < engine.config.max_num_seqs
-        ]
-        return min(able, key=lambda engine: engine.num_requests).name if able else None
-
-
-def make_router(name: str, seed: int, lengths: LengthPredictor | None = None) -> ClusterRouter:
+def make_router(
+    name: str,
+    seed: int,
+    lengths: LengthPredictor | None = None,
+    slo: Slo | Mapping[str, Slo] | None = None,
+    heartbeat_seconds: float = 0.0,
+) -> PolicyRouter:
     """Return a new simulated router by the name of its routing policy.
 
     Args:
-        name: A routing policy of production, or "deferred" for a central queue (ROUTER_NAMES).
+        name: A routing policy of production (POLICIES).
         seed: Seed of the policy's random choices.
         lengths: New predictor of output lengths, as for PolicyRouter.
+        slo: Latency limits of the requests, as for PolicyRouter.
+        heartbeat_seconds: Time for which requests are collected, as for PolicyRouter.
 
     Raises:
-        ValueError: There is no such router.
+        ValueError: There is no such policy, or it does not collect requests.
     """
-    if name == DEFERRED:
-        return DeferredRouter()
-    return PolicyRouter(make_policy(name, Random(seed)), lengths=lengths)
+    policy = make_policy(name, Random(seed))
+    return PolicyRouter(policy, slo, lengths, heartbeat_seconds)

@@ -80,7 +80,7 @@ class ThreeGroups(SchedulingGroups):
 
 def test_the_next_group_is_tried_before_the_least_load() -> None:
     policy = AladdinPolicy(Random(0), PlacementRules(), MODEL, ThreeGroups())
-    late = OngoingRequest(100, 50, -9.0)
+    late = OngoingRequest(100, 50, -9.0, slo=SLO)
 
     def engine(name: str, *ongoing: OngoingRequest) -> EngineSnapshot:
         return EngineSnapshot(name, ongoing=ongoing, num_blocks=3750)

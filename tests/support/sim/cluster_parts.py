@@ -39,6 +39,7 @@ class CountingRouter(ClusterRouter):
     def __init__(self, router: ClusterRouter | None = None) -> None:
         self._router = router or PolicyRouter(make_policy("least-requests", Random(0)))
         self.needs = self._router.needs
+        self.keeps_order = self._router.keeps_order
         self.num_ends: Counter[int] = Counter()
 
     def route(
