@@ -36,6 +36,7 @@ EXPERIMENTS = {
     "policies": ("policy_cells", "the default policy beside others, by device, stages and load"),
     "interference": ("interference", "requests that slow each other down; --real: this engine"),
     "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
+    "weak-links-timeline": ("weak_links_timeline", "MoLink: a prefill and decodes on one link"),
     "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
     "splitwise-curves": (
         "splitwise_curves",

@@ -83,10 +83,10 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
     ],
 }
 """Sizes of simulations, searches and profiles that no flag sets."""
-CLOSED_FORMS = ("interference",)
-"""Experiments that simulate nothing."""
-QUICK = ("interference", "distserve-runs")
-"""Experiments of `make test`: one in closed forms, and one that simulates in several processes."""
+CLOSED_FORMS = ("interference", "weak-links-timeline")
+"""Experiments that simulate nothing, or next to nothing in this process."""
+QUICK = (*CLOSED_FORMS, "distserve-runs")
+"""Experiments of `make test`: fast ones, and one that simulates in several processes."""
 OPTIONS = ExperimentOptions(quick=True, progress=False, jobs=1)
 
 
