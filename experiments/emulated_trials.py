@@ -37,7 +37,7 @@ ENGINES = 3
 """Engines that run at a time if their load is not known."""
 MAX_ENGINES = 6
 """Engines that run at a time at most: their processes start together."""
-MAX_CORES = 0.4
+MAX_CORES = 0.5
 """CPU time per second up to which engines run together."""
 STEP_SECONDS = 1.35e-3
 """CPU time of all processes of an engine per micro-batch and device, the client's included:
