@@ -32,10 +32,12 @@ EXPERIMENTS = {
     "sensitivity": ("sensitivity", "#T, #MaxP, KV_thresh, #MinP"),
     "volatility": ("volatility", "tokens per micro-batch over time, bubbles of each stage"),
     "chunking": ("chunking", "prefill chunk sizes of a single prompt on an idle pipeline"),
+    "code-size": ("code_size", "lines of code of this project and of other servers"),
     "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
     "policies": ("policy_cells", "the default policy beside others, by device, stages and load"),
     "interference": ("interference", "requests that slow each other down; --real: this engine"),
     "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
+    "weak-links-timeline": ("weak_links_timeline", "MoLink: a prefill and decodes on one link"),
     "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
     "splitwise-curves": (
         "splitwise_curves",

@@ -170,7 +170,7 @@ def run(
     trials = experiment.make_trials(options)
     records = map_parallel(simulate_trial, trials, options.jobs, options.progress)
     simulated = [TrialRun(*pair) for pair in zip(trials, records, strict=True)]
-    served = serve_trials(trials, speed, options.progress, serve)
+    served = serve_trials(trials, speed, options.progress, serve, simulated)
     judged, *others = experiment.policies
     claims = make_claims(experiment, simulated, served, judged)
     columns = {f"simulated {judged}": experiment.make_claims(simulated, judged)}

@@ -1,15 +1,14 @@
 """Trials served by engines on emulated devices instead of simulated.
 
 Each load has an engine of its own, because a policy that learns keeps what it has learnt of earlier
-loads. Engines run a few at a time, because each takes a tenth of a core. Those that run together
-start together: a start needs all cores, and would delay the steps of others.
+loads. Engines run together as far as their CPU time permits, those of about the same time. Those
+that run together start together: a start needs all cores, and would delay the steps of others.
 """
 
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from msgspec.structs import replace as replace_struct
@@ -35,7 +34,14 @@ from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
 
 ENGINES = 3
-"""Engines that run at a time."""
+"""Engines that run at a time if their load is not known."""
+MAX_ENGINES = 6
+"""Engines that run at a time at most: their processes start together."""
+MAX_CORES = 0.5
+"""CPU time per second up to which engines run together."""
+STEP_SECONDS = 1.35e-3
+"""CPU time of all processes of an engine per micro-batch and device, the client's included:
+experiments/pages/emulation.md."""
 MAX_LATE = 0.02
 """Lateness, as a share of the time of the steps, up to which an emulated run is valid."""
 
@@ -68,6 +74,46 @@ class ServedTrial(NamedTuple):
     def is_valid(self) -> bool:
         """True if its workers were not too late."""
         return self.late_share <= MAX_LATE
+
+
+class EngineLoad(NamedTuple):
+    """What the requests of an engine take of this machine."""
+
+    seconds: float
+    """Time from the first request to the last token."""
+    cores: float
+    """CPU time per second."""
+
+
+def estimate_load(run: TrialRun, speed: float = 1.0) -> EngineLoad:
+    """Return the load of the engine that serves a simulated trial.
+
+    Args:
+        run: Simulation of the trial.
+        speed: Emulated seconds per second.
+    """
+    record, setting = run.record, run.trial.setting
+    ends = [served.line.times[-1] for served in record.requests.values() if served.line.times]
+    seconds = max(ends, default=0.0) / speed
+    num_steps = setting.stages * setting.ranks * len(record.micro_batches)
+    return EngineLoad(seconds, STEP_SECONDS * num_steps / max(seconds, 1e-9))
+
+
+def group_engines(loads: Sequence[EngineLoad]) -> list[list[int]]:
+    """Return the engines that run together, by their indices: each engine is in one group.
+
+    The longest engines come first, so that those of a group take about the same time. A group has
+    up to MAX_ENGINES engines and MAX_CORES of load; an engine with more runs alone.
+    """
+    groups: list[list[int]] = []
+    cores = 0.0
+    for index in sorted(range(len(loads)), key=lambda each: -loads[each].seconds):
+        cores += loads[index].cores
+        if not groups or len(groups[-1]) == MAX_ENGINES or cores > MAX_CORES * (1 + 1e-9):
+            groups.append([])
+            cores = loads[index].cores
+        groups[-1].append(index)
+    return groups
 
 
 def trial_config(trial: SimulationTrial, speed: float = 1.0) -> EngineConfig:
@@ -104,6 +150,7 @@ def serve_trials(
     speed: float = 1.0,
     progress: bool = True,
     serve: GroupServer | None = None,
+    simulated: Sequence[TrialRun] | None = None,
 ) -> list[ServedTrial]:
     """Serve trials on emulated devices; times are those of the emulated devices.
 
@@ -115,18 +162,25 @@ def serve_trials(
         speed: Emulated seconds per second.
         progress: Show the progress on standard error.
         serve: Runs the engines; None for those of this machine.
+        simulated: Simulations of the trials, whose loads decide which engines run together; None:
+            ENGINES with about the same rate do.
 
     Raises:
         EngineError: An engine fails.
     """
     serve = serve or serve_groups
-    served = _serve_once(trials, speed, progress, serve, ENGINES)
+    if simulated is None:
+        loads = [EngineLoad(1 / trial.rate, MAX_CORES / ENGINES) for trial in trials]
+    else:
+        loads = [estimate_load(run, speed) for run in simulated]
+    served = _serve_once(trials, speed, progress, serve, loads)
     late = [index for index, each in enumerate(served) if not each.is_valid]
     if late and progress:
         print(
             f"{len(late)} of {len(served)} trials were late and are served again", file=sys.stderr
         )
-    again = _serve_once([trials[index] for index in late], speed, progress, serve, 1)
+    alone = [EngineLoad(loads[index].seconds, MAX_CORES) for index in late]
+    again = _serve_once([trials[index] for index in late], speed, progress, serve, alone)
     for index, each in zip(late, again, strict=True):
         served[index] = min(served[index], each, key=lambda run: run.late_share)
     return served
@@ -137,18 +191,18 @@ def _serve_once(
     speed: float,
     progress: bool,
     serve: GroupServer,
-    num_engines: int,
+    loads: Sequence[EngineLoad],
 ) -> list[ServedTrial]:
-    """Serve trials with some engines at a time."""
+    """Serve trials, with engines together as their loads permit."""
     groups: dict[tuple[EngineConfig, Load], list[int]] = {}
     for index, trial in enumerate(trials):
         load = (trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
         groups.setdefault((trial_config(trial, speed), load), []).append(index)
     served: dict[int, ServedTrial] = {}
     with show_progress("engine", len(groups), is_shown=progress and bool(groups)) as bar:
-        # Engines that run together take about the same time.
-        waiting = iter(sorted(groups.items(), key=lambda group: trials[group[1][0]].rate))
-        while batch := list(islice(waiting, num_engines)):
+        engines = list(groups.items())
+        together = group_engines([loads[indices[0]] for _, indices in engines])
+        for batch in ([engines[number] for number in numbers] for numbers in together):
             work = [
                 (config, _hurry(trial_jobs(trials[indices[0]]), speed))
                 for (config, _), indices in batch

@@ -30,7 +30,7 @@ MADE_BY = re.compile(
     r"(?:.*?Run time: (?P<seconds>\d+) s .*?(?P<cpu>\d+) s of CPU time)?",
     re.MULTILINE,
 )
-MEASURES_SPEED = ("replay", "kv-theta", "prediction", "link-encoding")
+MEASURES_SPEED = ("replay", "kv-theta", "prediction")
 """Experiments whose figures contain the speed of this machine."""
 EMULATES = ("emulation", "two-machines", "two-nodes")
 """Experiments on emulated devices without a flag that says so."""
@@ -60,6 +60,8 @@ class PageCommand:
     """`python -m experiments NAME` and flags."""
     seconds: float | None = None
     """Of the last run; None if the page does not say."""
+    cpu_seconds: float | None = None
+    """CPU time of all processes of the last run; None if the page does not say."""
 
     @property
     def lane(self) -> Lane:
@@ -97,18 +99,45 @@ def read_commands(folder: Path = FOLDER) -> list[PageCommand]:
     commands = []
     for page in sorted(folder.glob("*.md")):
         if made := MADE_BY.search(page.read_text(encoding="utf-8")):
-            seconds = float(made["seconds"]) if made["seconds"] else None
-            commands.append(PageCommand(page, tuple(shlex.split(made["command"])), seconds))
+            seconds, cpu = (float(made[key]) if made[key] else None for key in ("seconds", "cpu"))
+            commands.append(PageCommand(page, tuple(shlex.split(made["command"])), seconds, cpu))
     return commands
 
 
 def order_longest_first(commands: Iterable[PageCommand]) -> list[PageCommand]:
-    """Return commands in the order of their last run times; those without one come first."""
+    """Return commands in the order of their last CPU times; those without one come first.
+
+    The time that a simulation took depends on what else the machine did then, its CPU time hardly.
+    """
 
     def key(command: PageCommand) -> float:
-        return float("-inf") if command.seconds is None else -command.seconds
+        return float("-inf") if command.cpu_seconds is None else -command.cpu_seconds
 
     return sorted(commands, key=key)
+
+
+def estimate_seconds(commands: Iterable[PageCommand], jobs: int) -> float:
+    """Return the time of a run of commands by their last run times.
+
+    Emulated engines run in real time; simulations share the CPU time that they leave. A simulation
+    uses one core.
+
+    Args:
+        commands: Pages; those without a last run time count as 0.
+        jobs: Simulations at a time, one per core.
+    """
+    alone = real_time = cpu = longest = 0.0
+    for command in commands:
+        seconds, cpu_seconds = command.seconds or 0.0, command.cpu_seconds or 0.0
+        if command.lane is Lane.ALONE:
+            alone += seconds
+            continue
+        cpu += cpu_seconds
+        if command.lane is Lane.REAL_TIME:
+            real_time += seconds
+        else:
+            longest = max(longest, cpu_seconds)
+    return alone + max(real_time, cpu / jobs, longest)
 
 
 def count_changed_lines(before: str, after: str) -> int:
@@ -122,7 +151,7 @@ class PageRunner:
     """Runs the commands of pages, each in a process group of its own.
 
     Args:
-        jobs: Processes of a simulation.
+        jobs: Simulations at a time, each in one process.
         max_seconds: Longest time of one command.
         report: Receives each outcome when its command has ended.
     """
@@ -141,17 +170,20 @@ class PageRunner:
         """Run all commands; return their outcomes.
 
         Those that need the machine alone run first, one after another; then one on emulated devices
-        at a time, and beside it one simulation at a time at the lowest priority.
+        at a time, and beside it as many simulations as there are jobs, at the lowest priority. A
+        simulation of a page has parts that one core computes, so pages side by side use more of
+        the machine than the processes of one page.
         """
         lanes = {lane: [each for each in commands if each.lane is lane] for lane in Lane}
         outcomes = [self.run(each) for each in lanes[Lane.ALONE]]
-        with ThreadPoolExecutor(2) as pool:
-            both = [
-                pool.submit(lambda each: [self.run(command) for command in each], each)
-                for each in (lanes[Lane.REAL_TIME], order_longest_first(lanes[Lane.SIMULATION]))
+        with ThreadPoolExecutor(1) as real_time, ThreadPoolExecutor(self._jobs) as simulations:
+            running = [real_time.submit(self.run, each) for each in lanes[Lane.REAL_TIME]]
+            running += [
+                simulations.submit(self.run, each)
+                for each in order_longest_first(lanes[Lane.SIMULATION])
             ]
             try:
-                return outcomes + [outcome for each in both for outcome in each.result()]
+                return outcomes + [each.result() for each in running]
             except BaseException:
                 self.stop()
                 raise
@@ -162,7 +194,7 @@ class PageRunner:
         words = [sys.executable, *command.words[1:]]
         if command.words[1:3] == ("-m", "experiments"):
             words += ["--output", str(command.page.parent)]
-            words += ["--jobs", str(self._jobs)] if command.lane is Lane.SIMULATION else []
+            words += ["--jobs", "1"] if command.lane is Lane.SIMULATION else []
         begin = time.monotonic()
         with tempfile.TemporaryFile() as log:
             status = self._run_process(words, command.lane is Lane.SIMULATION, log.fileno())
@@ -244,7 +276,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--jobs",
         type=number_type(int, ge=1, le=1024),
         default=count_cores(),
-        help="processes of a simulation (default: one per core)",
+        help="simulations at a time (default: one per core)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     return parser
@@ -263,6 +295,8 @@ def main(argv: list[str] | None = None) -> int:
         for command in commands:
             last = "?" if command.seconds is None else f"{command.seconds:.0f}"
             print(f"{last:>6} s  {command.lane.value:11}{shlex.join(command.words)}")
+        hours = estimate_seconds(commands, values.jobs) / 3600
+        print(f"by these and their CPU times: {hours:.1f} h, {values.jobs} simulations at a time")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = time.monotonic()

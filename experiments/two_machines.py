@@ -91,7 +91,7 @@ def run(
     simulated = [TrialRun(*pair) for pair in zip(trials, records, strict=True)]
     nodes_trial = replace(trials[len(policies)], setting=replace(TWO, link="pcie"))
     nodes_run = TrialRun(nodes_trial, serve_nodes(nodes_trial, LINK).record)
-    served = serve_trials(trials, 1.0, options.progress, serve)
+    served = serve_trials(trials, 1.0, options.progress, serve, simulated)
     emulated = [each.run for each in served]
     claims = [
         PaperClaim(

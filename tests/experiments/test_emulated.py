@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments import emulated, two_machines, two_nodes
 from experiments.__main__ import EMULATED, main
@@ -13,8 +15,13 @@ from experiments.base import ExperimentOptions, claims_table, write_result
 from experiments.claims import ExpectedLimit, PaperClaim, join_claims
 from experiments.emulated_trials import (
     ENGINES,
+    MAX_CORES,
+    MAX_ENGINES,
+    EngineLoad,
     LoadedEngine,
     ServedWorkload,
+    estimate_load,
+    group_engines,
     serve_trials,
     trial_config,
 )
@@ -79,6 +86,29 @@ def test_each_load_has_an_engine_of_its_own() -> None:
     assert engines.num_engines == [ENGINES, ENGINES, 2]
     assert [each.run.trial for each in served] == trials
     assert all(len(each.run.record.requests) == 8 for each in served)
+
+
+@given(st.lists(st.builds(EngineLoad, st.floats(0, 1e3), st.floats(0, 1)), max_size=20))
+def test_engines_run_together_within_their_load(loads: list[EngineLoad]) -> None:
+    groups = group_engines(loads)
+    assert sorted(index for group in groups for index in group) == list(range(len(loads)))
+    for group in groups:
+        cores = sum(loads[index].cores for index in group)
+        assert len(group) == 1 or (len(group) <= MAX_ENGINES and cores <= MAX_CORES * 1.001)
+    for longer, shorter in pairwise(groups):
+        least = min(loads[index].seconds for index in longer)
+        assert least >= max(loads[index].seconds for index in shorter)
+        # The next engine had no room.
+        cores = sum(loads[index].cores for index in (*longer, shorter[0]))
+        assert len(longer) == MAX_ENGINES or cores > MAX_CORES
+
+
+def test_a_slower_emulation_is_a_lighter_load() -> None:
+    run = TrialRun(TRIAL, simulate_trial(TRIAL))
+    fast, slow = estimate_load(run), estimate_load(run, 0.5)
+    assert slow == pytest.approx((2 * fast.seconds, fast.cores / 2))
+    assert fast.seconds > 0
+    assert fast.cores > 0
 
 
 def test_equal_trials_are_served_once() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import gllm
 from experiments import (
+    code_size,
     hexgen2_cases,
     hexgen2_claims,
     hexgen2_simulated,
@@ -56,6 +58,7 @@ MEASURED = (
     "two-machines",
     "two-nodes",
     "planners",
+    "code-size",
 )
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 QUICK_SEARCH = partial(plan_replicas, max_vain_restarts=1)
@@ -83,10 +86,10 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
     ],
 }
 """Sizes of simulations, searches and profiles that no flag sets."""
-CLOSED_FORMS = ("interference",)
-"""Experiments that simulate nothing."""
-QUICK = ("interference", "distserve-runs")
-"""Experiments of `make test`: one in closed forms, and one that simulates in several processes."""
+CLOSED_FORMS = ("interference", "weak-links-timeline")
+"""Experiments that simulate nothing, or next to nothing in this process."""
+QUICK = (*CLOSED_FORMS, "distserve-runs")
+"""Experiments of `make test`: fast ones, and one that simulates in several processes."""
 OPTIONS = ExperimentOptions(quick=True, progress=False, jobs=1)
 
 
@@ -116,6 +119,16 @@ def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
         assert (tmp_path / picture).stat().st_size > 1000
     if name not in ("sensitivity",):
         assert "| claimed |" in " ".join(page.split())
+
+
+@pytest.mark.full
+def test_every_file_has_its_part_of_the_code() -> None:
+    parts = code_size.count_parts()
+    whole = code_size.count_package(Path(gllm.__file__).parent)
+    assert code_size.add_sizes(parts) == whole
+    server = code_size.add_sizes(parts, code_size.BESIDE)
+    assert set(code_size.BESIDE) < set(parts)
+    assert 0 < server.num_code_lines < whole.num_code_lines < whole.num_lines
 
 
 def test_loss_of_link_encodings(tmp_path: Path) -> None:

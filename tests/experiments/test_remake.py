@@ -1,5 +1,6 @@
 """All pages are made again by the commands that they name; one that fails stops no other."""
 
+import re
 import shlex
 import signal
 import subprocess
@@ -49,12 +50,61 @@ def test_the_command_tells_what_it_needs_of_the_machine(words: str, lane: Lane) 
 
 
 @given(st.lists(st.none() | st.floats(0, 1e4), max_size=8))
-def test_long_simulations_begin_first(seconds: list[float | None]) -> None:
-    commands = [PageCommand(Path(f"{i}.md"), (), each) for i, each in enumerate(seconds)]
+def test_long_simulations_begin_first(cpu_seconds: list[float | None]) -> None:
+    commands = [PageCommand(Path(f"{i}.md"), (), None, each) for i, each in enumerate(cpu_seconds)]
     ordered = remake.order_longest_first(commands)
     assert sorted(each.page for each in ordered) == sorted(each.page for each in commands)
-    known = [float("inf") if each.seconds is None else each.seconds for each in ordered]
+    known = [float("inf") if each.cpu_seconds is None else each.cpu_seconds for each in ordered]
     assert known == sorted(known, reverse=True)
+
+
+LANES = {Lane.ALONE: "--real", Lane.REAL_TIME: "--emulated", Lane.SIMULATION: ""}
+
+
+def make_timed(lane: Lane, seconds: float, cpu_seconds: float) -> PageCommand:
+    """Return a command of a lane with its last run times."""
+    words = f"python -m experiments slo {LANES[lane]}"
+    return PageCommand(Path("x.md"), tuple(words.split()), seconds, cpu_seconds)
+
+
+TIMED = st.builds(make_timed, st.sampled_from(Lane), st.floats(0, 1e4), st.floats(0, 1e4))
+
+
+@given(st.lists(TIMED, max_size=8), TIMED, st.integers(1, 8))
+def test_the_estimate_is_no_less_than_any_page(
+    commands: list[PageCommand], further: PageCommand, jobs: int
+) -> None:
+    before, after = (
+        remake.estimate_seconds(each, jobs) for each in (commands, [*commands, further])
+    )
+    assert after >= before
+    is_simulation = further.lane is Lane.SIMULATION
+    assert after >= (further.cpu_seconds if is_simulation else further.seconds)
+    assert remake.estimate_seconds(commands, jobs + 1) <= before
+
+
+def test_the_estimate_adds_what_cannot_run_together() -> None:
+    commands = [
+        make_timed(Lane.ALONE, 10, 1),
+        make_timed(Lane.REAL_TIME, 100, 30),
+        make_timed(Lane.SIMULATION, 999, 90),
+        make_timed(Lane.SIMULATION, 999, 90),
+    ]
+    assert remake.estimate_seconds(commands, 2) == 10 + (30 + 90 + 90) / 2
+    assert remake.estimate_seconds(commands, 4) == 10 + 100
+    assert remake.estimate_seconds(commands[:1] + commands[3:], 4) == 10 + 90
+
+
+def test_simulations_run_beside_each_other(tmp_path: Path) -> None:
+    # Each ends only once the other one has begun.
+    program = (
+        "import pathlib, sys, time; page = pathlib.Path(sys.argv[2]); "
+        "page.with_suffix('.begun').touch(); "
+        "exec('while len(list(page.parent.glob(\"*.begun\"))) < 2: time.sleep(0.01)')"
+    )
+    commands = [make_page(tmp_path, name, program, "--quick") for name in ("a", "b")]
+    outcomes = PageRunner(2, max_seconds=60, report=lambda each: None).run_all(commands)
+    assert [each.status for each in outcomes] == [0, 0]
 
 
 def test_a_failure_stops_no_other_page(tmp_path: Path) -> None:
@@ -128,7 +178,10 @@ def test_an_unknown_page_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_commands_are_shown_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert remake.main(["--dry-run", "slo", "slo-emulated"]) == 0
-    simulated, emulated = capsys.readouterr().out.splitlines()
+    simulated, emulated, sum_of_both = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"by these and their CPU times: \d\.\d h, \d+ simulations at a time", sum_of_both
+    )
     assert simulated.endswith("simulation python -m experiments slo")
     assert emulated.endswith("real time  python -m experiments slo --emulated")
 
