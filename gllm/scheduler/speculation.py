@@ -454,12 +454,13 @@ class Speculation:
         """
         if not self._async_scheduling:
             return True  # `prepare` has chosen them.
+        sequence.draft_token_ids = []
         state = self._sequences[sequence.seq]
         if state.shadow_token_ids:
             self._learn_from_shadow(state, sequence)
         acceptance = self._acceptance_of(state)
         is_known = sequence.num_scheduled_tokens < sequence.num_tokens
-        if not sequence.num_output_tokens or not (is_known or self._may_continue(sequence)):
+        if not (is_known or self._may_continue(sequence)):
             return True
         num_absences = 1.0
         if not is_known:
@@ -467,7 +468,9 @@ class Speculation:
             num_absences += state.waits.waits_per_window(waits)
         most = self._config.num_speculative_tokens
         if not micro_batch.count_useful(most, acceptance, num_absences=num_absences)[0]:
-            self._pause(state, sequence, micro_batch.num_rows)
+            if sequence.num_output_tokens:
+                # The first token of a text says little about the others.
+                self._pause(state, sequence, micro_batch.num_rows)
             return True
         state.pause.on_used()
         self._start_pause //= 2
