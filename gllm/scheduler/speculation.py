@@ -25,6 +25,8 @@ INITIAL_ACCEPTANCE = 0.7
 """Share of right guesses that is assumed before any is verified."""
 INITIAL_GUESSES = 4.0
 """Guesses as which the initial share counts, and for a sequence that of all sequences."""
+INITIAL_WAITS = 0.5
+"""Rows left out before windows, per window, that are assumed before there is any window."""
 SEQUENCE_DECAY, ENGINE_DECAY = 0.9, 0.99
 """Factors on earlier guesses, of the sequence and of all, with each verified window."""
 SEQUENCE_UNUSED_DECAY, ENGINE_UNUSED_DECAY = 0.98, 0.999
@@ -346,6 +348,8 @@ class _SequenceState:
         self.drafter = drafter
         self.acceptance = AcceptanceEstimate(SEQUENCE_DECAY)
         self.waits = WaitEstimate(SEQUENCE_DECAY)
+        self.has_waited = False
+        """True from a row that was left out until the next window."""
         self.pause = GuessPause(pause)
         self.shadow_start = 0
         self.shadow_token_ids: list[int] = []
@@ -450,19 +454,23 @@ class Speculation:
         """
         if not self._async_scheduling:
             return True  # `prepare` has chosen them.
+        sequence.draft_token_ids = []
         state = self._sequences[sequence.seq]
         if state.shadow_token_ids:
-            self._learn(state, *state.pop_shadow(sequence.token_ids))
+            self._learn_from_shadow(state, sequence)
         acceptance = self._acceptance_of(state)
         is_known = sequence.num_scheduled_tokens < sequence.num_tokens
-        if not is_known and not self._may_continue(sequence):
+        if not (is_known or self._may_continue(sequence)):
             return True
         num_absences = 1.0
         if not is_known:
-            num_absences += state.waits.waits_per_window(self._waits.waits_per_window(1.0))
+            waits = self._waits.waits_per_window(INITIAL_WAITS)
+            num_absences += state.waits.waits_per_window(waits)
         most = self._config.num_speculative_tokens
         if not micro_batch.count_useful(most, acceptance, num_absences=num_absences)[0]:
-            self._pause(state, sequence, micro_batch.num_rows)
+            if sequence.num_output_tokens:
+                # The first token of a text says little about the others.
+                self._pause(state, sequence, micro_batch.num_rows)
             return True
         state.pause.on_used()
         self._start_pause //= 2
@@ -474,9 +482,26 @@ class Speculation:
         num_guesses = len(draft_token_ids) - 1
         if not micro_batch.add(num_guesses, acceptance, num_absences=num_absences):
             return True
+        if state.has_waited:
+            self._count_wait(state)  # There was no window behind the last one.
+        state.has_waited = True
+        return False
+
+    def _count_wait(self, state: _SequenceState) -> None:
+        """Count the row that a sequence has left out."""
+        state.has_waited = False
         state.waits.on_wait()
         self._waits.on_wait()
-        return False
+
+    def _learn_from_shadow(self, state: _SequenceState, sequence: Sequence) -> None:
+        """Compare guesses that no step has computed with the text."""
+        num_guesses = len(state.shadow_token_ids)
+        num_verified, num_right = state.pop_shadow(sequence.token_ids)
+        self._learn(state, num_verified, num_right)
+        for estimate in (state.waits, self._waits):
+            if num_right < num_guesses:
+                estimate.on_wait()  # Another window would hardly have followed.
+            estimate.on_window()
 
     def _pause(self, state: _SequenceState, sequence: Sequence, num_rows: int) -> None:
         """Begin a pause of a sequence, and note what it would guess now."""
@@ -559,6 +584,8 @@ class Speculation:
             return 0
         count = micro_batch.add(num_guesses, acceptance, chance)
         if count:
+            if state.has_waited:
+                self._count_wait(state)
             state.waits.on_window()
             self._waits.on_window()
         elif not sequence.guesses and not self._async_scheduling:

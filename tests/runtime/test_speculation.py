@@ -8,6 +8,8 @@ from random import Random
 import pytest
 
 from gllm.kernels.native.builds import select_build
+from gllm.runtime.worker.batch import Batch
+from gllm.scheduler.plan import StepPlan
 from tests.runtime.test_resume import CHOICES, PROMPT, REQUESTS, greedy, stages_of
 from tests.support.engines.epochs import (
     CHUNKED,
@@ -91,6 +93,28 @@ def test_several_choices(request_name: str, num_stages: int) -> None:
     guessed = run_undisturbed(stages, request)
     assert guessed[-1] == whole
     assert stages.executors[-1].held_seqs == stages.executors[0].held_seqs
+
+
+def test_steps_without_guesses_are_sampled_as_without_speculation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a step that verifies guesses has windows, as long as there is one stage."""
+    request = greedy()
+    request.max_tokens = 40
+    (whole,) = run_undisturbed(stages_of(1), request)[-1]
+    stages = knowing(1, [whole.tokens], 0.5)
+    (executor,) = stages.executors
+    prepare, seen = executor.prepare, set()
+
+    def prepare_and_look(plan: StepPlan) -> Batch:
+        batch = prepare(plan)
+        has_guesses = any(row.num_draft_tokens for row in plan.rows)
+        seen.add((has_guesses, bool(batch.sampling.windows)))
+        return batch
+
+    monkeypatch.setattr(executor, "prepare", prepare_and_look)
+    assert run_undisturbed(stages, request)[-1] == [whole]
+    assert seen == {(True, True), (False, False)}
 
 
 def test_ngrams_of_a_text_that_repeats_itself() -> None:

@@ -20,9 +20,14 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.speculation import (
     DRAFTERS,
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
     AcceptanceEstimate,
     GuessCost,
+    GuessPause,
     MicroBatchYield,
+    WaitEstimate,
+    verify_guesses,
 )
 from gllm.scheduler.speculative_config import (
     DRAFT_METHODS,
@@ -30,7 +35,12 @@ from gllm.scheduler.speculative_config import (
     parse_speculative_config,
 )
 from gllm.scheduler.stage_work import StageWork
-from gllm.scheduler.step_cost import StepTimeCurve
+from gllm.scheduler.step_cost import (
+    MAX_WINDOW_STEPS,
+    REFIT_INTERVAL_STEPS,
+    OnlineStepCurveFit,
+    StepTimeCurve,
+)
 from gllm.serve import make_parser
 from tests.scheduler.test_properties import (
     STEPS,
@@ -378,6 +388,168 @@ def test_guesses_that_are_not_worth_their_time_cost_no_step() -> None:
     wrong = count_steps(async_pipeline(0.0, ridge_tokens=150, speculative_config=config))
     right = count_steps(async_pipeline(1.0, ridge_tokens=150, speculative_config=config))
     assert right < 0.7 * without < without <= wrong < 1.2 * without
+
+
+@settings(max_examples=num_examples(6, 60), deadline=None, database=None)
+@given(
+    num_seqs=st.integers(4, 9), length=st.integers(1, 60), acceptance=st.sampled_from([0.0, 0.5])
+)
+def test_plans_without_guesses_are_those_without_speculation(
+    num_seqs: int, length: int, acceptance: float
+) -> None:
+    """Row by row, where guesses are not worth their time."""
+    all_plans = []
+    for speculation in (None, SpeculativeConfig(3)):
+        config = SchedulerConfig(ridge_tokens=1, speculative_config=speculation)
+        drafter = GuessingDrafter(Random(1), acceptance, is_silent=False)
+        pipeline = Pipeline(config.resolve(1, 400, 200), drafter=drafter)
+        for seq in range(num_seqs):
+            pipeline.add(SchedulerRequest(seq, [seq], length))
+        plans: list[StepPlan | None] = []
+        while len(pipeline.ended) < num_seqs:
+            plans += iter(pipeline.schedule, None)
+            pipeline.commit()
+        all_plans.append(plans)
+    assert all_plans[0] == all_plans[1]
+
+
+def run_batch(pipeline: Pipeline, first_seq: int) -> tuple[int, int]:
+    """Run eight sequences; return the steps and draft tokens of these."""
+    before = pipeline.scheduler.stats()
+    for seq in range(first_seq, first_seq + 8):
+        pipeline.add(SchedulerRequest(seq, [seq % VOCABULARY], 100))
+    while len(pipeline.ended) < first_seq + 8:
+        while pipeline.schedule() is not None:
+            pass
+        pipeline.commit()
+    stats = pipeline.scheduler.stats()
+    return stats.steps - before.steps, stats.draft_tokens - before.draft_tokens
+
+
+def test_an_engine_learns_from_guesses_that_no_step_computes() -> None:
+    """Wrong ones end the windows, and right ones bring them back, over all sequences."""
+    drafter = GuessingDrafter(Random(1), 0.0, is_silent=False)
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3), ridge_tokens=32)
+    pipeline = Pipeline(config.resolve(1, 400, 200), drafter=drafter)
+    # The step time is that of the ridge: times of the pipeline vary at random.
+    pipeline.scheduler.record_step_times = lambda stage, times: None  # type: ignore[method-assign]
+    run_batch(pipeline, 0)
+    num_steps, num_drafts = run_batch(pipeline, 8)
+    assert num_drafts <= 8
+    assert num_steps <= 103
+    drafter._acceptance = 1.0
+    run_batch(pipeline, 16)
+    num_steps, num_drafts = run_batch(pipeline, 24)
+    assert num_drafts > 300
+    assert num_steps < 80
+    check_outputs(pipeline)
+
+
+@given(loads=st.lists(st.integers(1, 40), min_size=1, max_size=12), start=st.integers(0, 20))
+def test_pauses_grow_until_guesses_are_used(loads: list[int], start: int) -> None:
+    pause = GuessPause(start)
+    assert [pause.is_over(0) for _ in range(start + 1)] == [False] * start + [True]
+    length = FIRST_PAUSE
+    for load in loads:
+        pause.on_unused(load)
+        assert [pause.is_over(load) for _ in range(length)] == [False] * length
+        assert pause.is_over(load)
+        pause.on_unused(load)
+        # Where there are fewer rows, guesses cost less.
+        assert pause.is_over(int(0.7 * load))
+        length = min(LONGEST_PAUSE, 4 * length)
+    pause.on_used()
+    assert pause.is_over(1000)
+    pause.on_unused(8)
+    assert [pause.is_over(8) for _ in range(FIRST_PAUSE + 1)].index(True) == FIRST_PAUSE
+
+
+@given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), max_size=8))
+def test_guesses_are_verified_up_to_the_first_wrong_one(guesses: list[int], text: list[int]):
+    num_verified, num_right = verify_guesses(guesses, text)
+    assert guesses[:num_right] == text[:num_right]
+    assert num_right <= num_verified <= min(len(guesses), len(text))
+    if num_verified > num_right:
+        assert num_verified == num_right + 1
+        assert guesses[num_right] != text[num_right]
+    else:
+        assert num_right == min(len(guesses), len(text))
+
+
+def test_waits_follow_the_windows() -> None:
+    """One per window at first, and few in a text that is guessed all the time."""
+    waits = WaitEstimate(0.9)
+    assert waits.waits_per_window(1.0) == pytest.approx(1)
+    waits.on_wait()
+    for _ in range(40):
+        waits.on_window()
+    assert waits.waits_per_window(1.0) < 0.4
+    for _ in range(40):
+        waits.on_wait()
+        waits.on_wait()
+        waits.on_window()
+    assert waits.waits_per_window(1.0) > 1.4
+
+
+@given(
+    num_rows=st.integers(1, 64),
+    acceptance=st.floats(0, 1),
+    costs=st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 2)),
+    absences=st.floats(0, 3),
+    ridge=st.floats(1, 300),
+)
+def test_guesses_that_are_added_gain_more_than_they_cost(
+    num_rows: int, acceptance: float, costs: tuple[float, ...], absences: float, ridge: float
+) -> None:
+    """Tokens per second rise with them, and none is added where a row less would pay them all."""
+    curve = StepTimeCurve.from_ridge(ridge)
+    guess_seconds, num_missed, idle_seconds = costs
+    micro_batch = MicroBatchYield(curve, num_rows, 0, guess_seconds, num_missed, idle_seconds)
+    count, gain = micro_batch.count_useful(5, acceptance, num_absences=absences)
+    assert 0 <= count <= 5
+    assert gain == pytest.approx(sum(acceptance**n for n in range(1, count + 1)))
+    missed = absences * num_missed
+    if count:
+        seconds = curve.seconds(max(0, num_rows + count - missed)) + count * guess_seconds
+        seconds += absences * idle_seconds
+        assert (num_rows + gain - missed) / seconds > num_rows / curve.seconds(num_rows)
+    dearer = MicroBatchYield(curve, num_rows, 0, guess_seconds, num_missed, idle_seconds + 1)
+    assert dearer.count_useful(5, acceptance, num_absences=absences)[0] <= max(
+        count, 5 * (not absences)
+    )
+    assert micro_batch.add(5, acceptance, num_absences=absences) == count
+
+
+def test_a_missed_row_reads_no_context() -> None:
+    """Windows pay where reading the context takes most of the time of a row."""
+    curve = StepTimeCurve(1.0, 0.5, 0.0, context_token=0.05)
+    sizes = 8, 0, 0.0, 1.0
+    assert MicroBatchYield(curve, *sizes, 0.0, 10.0).add(5, 0.4) == 0
+    assert MicroBatchYield(curve, *sizes, 0.0, 8000.0).add(5, 0.4) > 0
+
+
+def test_the_curve_is_that_of_steps_without_windows() -> None:
+    """Unless there are no others."""
+
+    def work(num_tokens: int, num_windows: int) -> StageWork:
+        chunks = ((10, num_tokens),) if num_windows else ()
+        num_decodes = 0 if num_windows else num_tokens
+        return StageWork(1, num_tokens, chunks, num_decodes, 10, 1, num_windows=num_windows)
+
+    fits = [OnlineStepCurveFit(150), OnlineStepCurveFit(150)]
+    for index in range(4 * REFIT_INTERVAL_STEPS):
+        for fit in fits:
+            fit.observe_step(work(1 + index % 16, 0), 0.01 + 0.001 * (index % 16))
+        if index >= REFIT_INTERVAL_STEPS:
+            fits[1].observe_step(work(6, 1), 0.1)
+    assert fits[0].curve == fits[1].curve
+    for _ in range(MAX_WINDOW_STEPS + 20 * REFIT_INTERVAL_STEPS):
+        fits[1].observe_step(work(6, 1), 0.1)
+    pairs = work(6, 1).num_query_key_pairs
+    assert fits[1].curve.seconds(6, pairs) > 2 * fits[0].curve.seconds(6, pairs)
+    assert fits[0].curve.scaled(3.0).seconds(7, 2, 9) == pytest.approx(
+        3 * fits[0].curve.seconds(7, 2, 9)
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 3])

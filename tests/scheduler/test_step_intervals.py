@@ -106,6 +106,22 @@ def test_time_between_steps_of_the_first_stage_counts() -> None:
     assert [seconds for _, seconds in intervals] == pytest.approx([1.0, 1.2, 0.9])
 
 
+def test_a_step_that_waits_for_the_result_before_it_leaves_a_gap() -> None:
+    """Not one that begins with a new request, and not on several stages."""
+    for stages in (1, 2):
+        gaps: list[float] = []
+        collector = StepIntervalCollector(lambda work, seconds: None, stages, gaps.append)
+        for step, (now, start) in enumerate([(0.0, 0.1), (1.3, 1.5), (9.0, 9.1), (10.2, 10.25)]):
+            collector.on_time(now)
+            collector.on_scheduled(make_plan(step), now, depth=2)
+            for stage in range(stages):
+                collector.on_stage_times(stage, [StepTime(step, start, start + 1)])
+            collector.on_committed(step)
+            if step == 1:
+                collector.on_time(2.7)
+        assert gaps == (pytest.approx([0.4, 0.15]) if stages == 1 else [])
+
+
 def test_the_order_of_reports_makes_no_difference() -> None:
     rng = Random(3)
     steps = [[rng.uniform(0.01, 0.03) for _ in range(3)] for _ in range(30)]
