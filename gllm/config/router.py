@@ -11,7 +11,7 @@ from gllm.routing.disaggregation.flow import Routes, parse_routes
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.routing.health import HealthConfig
 from gllm.routing.lengths.registry import PREDICTOR_HELP, check_length_predictor
-from gllm.routing.policy_registry import POLICIES
+from gllm.routing.policy_registry import POLICIES, check_placement_heartbeat
 from gllm.routing.scaling.role_changes import FlipConfig
 from gllm.routing.scaling.scale_config import ScaleConfig
 from gllm.routing.scaling.workload_shifts import ShiftConfig
@@ -176,11 +176,7 @@ class RouterConfig:
         convert_fields(self)
         if self.hub == "off" and not self.engines:
             raise ValueError("hub is off and engines is empty: the router needs one of both")
-        if self.placement_heartbeat and not POLICIES[self.policy].places_in_heartbeats:
-            raise ValueError(
-                f"placement_heartbeat is {self.placement_heartbeat:g}, but policy {self.policy} "
-                "places requests at their arrival: set policy to aladdin, or leave it out"
-            )
+        check_placement_heartbeat(self.policy, self.placement_heartbeat, "policy")
         if self.routes and self.preset != "flow":
             raise ValueError(
                 "routes are those of preset flow: set preset to flow, or leave them out"

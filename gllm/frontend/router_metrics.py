@@ -11,7 +11,7 @@ from gllm.frontend.node_metrics import counter, gauge
 
 ENGINE_STATES = ("loading", "ready", "recovering", "sleeping", "draining", "ejected", "dead")
 """Values of the label `state`."""
-MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable")
+MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable", "moved")
 """Values of the label `cause` of migrations."""
 LOSS_KINDS = ("drained", "lost")
 """Values of the label `kind` of lost engines."""

@@ -127,6 +127,7 @@ ToWorker = (
     | handoff.PrefetchKv
     | handoff.ReleaseKvHolds
     | handoff.RenewKvHolds
+    | handoff.HandOffSequence
 )
 """Messages that the head process may send to a worker."""
 ToDriver = (
@@ -173,6 +174,7 @@ ToEngine = (
     | handoff.PrefetchKv
     | handoff.ReleaseKvHolds
     | handoff.RenewKvHolds
+    | handoff.HandOffSequence
 )
 """Messages that a router may send to an engine."""
 FromAgent = lifecycle.Hello | nodes.ToNodeHub

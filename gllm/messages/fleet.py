@@ -100,6 +100,8 @@ class AnnounceEngine(ProcessMessage, frozen=True):
     equal ones exchange blocks; empty if unknown, then those of equal numerics do."""
     accepts_prefetches: bool = False
     """True if the engine understands PrefetchKv."""
+    accepts_moves: bool = False
+    """True if the engine understands HandOffSequence."""
 
 
 class EngineReport(ProcessMessage, frozen=True):

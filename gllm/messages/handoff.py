@@ -5,6 +5,9 @@ the KV blocks at the end of the request, and the rest of the request to another 
 source of these blocks (`SubmitRequest.kv_source`). They are sent only to engines that announce a
 `kv_endpoint`.
 
+A running request moves to another engine in the same way: HandOffSequence gives it a ticket and
+ends it at its next token.
+
 The blocks can be fetched while the prompt is computed: the first engine reports KvPushStarted, and
 the router sends PrefetchKv to the second one. The rest of the request follows as always.
 """
@@ -124,5 +127,19 @@ class RenewKvHolds(WireMessage, frozen=True):
     """Keys of the KV blocks."""
 
 
-HandoffCommand = PrefetchKv | ReleaseKvHolds | RenewKvHolds
+class HandOffSequence(WireMessage, frozen=True):
+    """Command to an engine: end a running sequence at its next token, for another engine.
+
+    Its end has the reason `length` and the ticket under which the KV blocks are kept, if they are.
+    Nothing happens if the sequence has no token yet, is one of several of a request, has a ticket
+    or ends at its next token anyway.
+    """
+
+    seq: Annotated[int, Meta(ge=0)]
+    """Wire id of the sequence."""
+    ticket: Ticket
+    """Key of the KV blocks."""
+
+
+HandoffCommand = PrefetchKv | ReleaseKvHolds | RenewKvHolds | HandOffSequence
 """Commands of a router about KV blocks."""

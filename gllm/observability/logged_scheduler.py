@@ -71,6 +71,11 @@ class LoggedScheduler(Scheduler):
         self._write(AbortEvent(self._clock(), seqs))
         super().abort(seqs)
 
+    def hand_off(self, seq: int, ticket: int) -> None:
+        """Log the hand-off of a running sequence and begin it."""
+        self._write(KvTransferEvent(self._clock(), "hand_off", [seq, ticket]))
+        super().hand_off(seq, ticket)
+
     def reset_prefix_cache(self) -> None:
         """Log the reset of the prefix cache and empty it."""
         self._write(ResetPrefixCacheEvent(self._clock()))
@@ -245,6 +250,8 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
         case PrefetchEvent():
             request = PrefetchRequest(*msgspec.structs.astuple(event)[1:])
             scheduler.transfers.prefetch(request, event.time)
+        case KvTransferEvent(call="hand_off", ids=[seq, ticket]):
+            scheduler.hand_off(seq, ticket)
         case KvTransferEvent():
             _replay_kv_call(scheduler.transfers, event)
     return None

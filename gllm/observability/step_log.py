@@ -35,9 +35,11 @@ KvTransferCall = Literal[
     "renew_holds",
     "release_holds",
     "confirm_revocation",
+    "hand_off",
 ]
-"""Calls of `SchedulerTransfers` that change its state, by names that never change in step logs:
-take_fetches is `start_fetches`, take_pushes `pop_readable`, take_revocations `pop_revocations`."""
+"""Calls of `SchedulerTransfers`, and `Scheduler.hand_off`, that change the state of transfers, by
+names that never change in step logs: take_fetches is `start_fetches`, take_pushes `pop_readable`,
+take_revocations `pop_revocations`."""
 HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
 """Beginnings of the lines that contain a configuration."""
 
@@ -201,7 +203,7 @@ class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
     call: KvTransferCall
     ids: list[int] = []
     """Ids of sequences for calls about a fetch, otherwise of KV reservations (tickets). For
-    `take_...` calls: those that the call returned."""
+    `take_...` calls: those that the call returned; for `hand_off` the sequence and its ticket."""
     is_ok: bool = True
     """Argument of `finish_fetch`."""
 

@@ -130,7 +130,8 @@ class FleetClient(RequestClient):
         super().__init__()
         self.num_migrations: Counter[str] = Counter()
         """Requests that were submitted to another engine, by cause: `lost`, `drained`,
-        `recovering`, `unavailable` (the engine's own answer), `isolation` (of a suspect)."""
+        `recovering`, `unavailable` (the engine's own answer), `isolation` (of a suspect), `moved`
+        (with their KV blocks)."""
         self.num_dispatched: Counter[str] = Counter()
         """Submissions by engine."""
         self.num_stale_tokens = 0
@@ -223,7 +224,9 @@ class FleetClient(RequestClient):
                 move may have caused its trouble.
 
         Returns:
-            Number of requests that were taken back.
+            Number of requests that move. Of a planned migration those with tokens are handed off
+            with their KV blocks after their next token, if both engines can; the others are taken
+            back at once.
         """
         attached = self._engines.get(engine)
         # A suspect that has the engine for itself stays until it has a token.
@@ -233,7 +236,18 @@ class FleetClient(RequestClient):
             if stream.entry.num_output_tokens:
                 # Only engines of equal numerics continue the tokens exactly.
                 stream.entry.numerics = attached.numerics
-        moved = [stream for stream in attached.streams if self._find_engine(stream, avoid=engine)]
+        moved = []
+        num_handed_off = 0
+        for stream in attached.streams:
+            target = self._find_engine(stream, avoid=engine)
+            if target is None:
+                continue
+            if is_planned and self.handoffs.is_moving(stream):
+                continue
+            if is_planned and self.handoffs.start_move(stream, attached, target.name):
+                num_handed_off += 1
+            else:
+                moved.append(stream)
         seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
         for stream in moved:
             self._take_back(attached, stream, "drained" if is_planned else "recovering")
@@ -252,7 +266,7 @@ class FleetClient(RequestClient):
         if suspects or not is_planned:
             self.dispatch_parked()
         self._notify()
-        return len(moved)
+        return len(moved) + num_handed_off
 
     def dispatch_parked(self, avoid: str = "") -> None:
         """Submit the parked requests for which an engine is chosen, suspects of crashes first.
@@ -311,7 +325,7 @@ class FleetClient(RequestClient):
             self._remove(stream, [choice])
         for stream, is_held in prefilled.items():
             self.handoffs.on_prefilled(stream, is_held, self._clock())
-            self._take_back(attached, stream, "")
+            self._take_back(attached, stream, "moved" if self.handoffs.is_moving(stream) else "")
             # Both engines together are one attempt.
             stream.entry.num_attempts = 0
         if refused:
@@ -380,7 +394,8 @@ class FleetClient(RequestClient):
 
     def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
         """Return the engine that is chosen for a request, other than `avoid`, if one is."""
-        for names in self._eligible(stream):
+        moves_to = self.handoffs.move_target(stream)
+        for names in (*([frozenset({moves_to})] if moves_to else []), *self._eligible(stream)):
             if target := self._choose_among(stream, names - {avoid, self._reserved}):
                 return target
         return None

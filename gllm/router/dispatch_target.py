@@ -29,6 +29,8 @@ class KvPeer(NamedTuple):
     """Returns the digest of what decides the numbers in its KV cache; empty if unknown."""
     accepts_prefetches: bool = False
     """True if it understands PrefetchKv."""
+    accepts_moves: bool = False
+    """True if it understands HandOffSequence."""
 
 
 @dataclass(slots=True, eq=False)

@@ -525,4 +525,5 @@ def kv_peer(link: EngineLink) -> KvPeer:
         link.send,
         lambda: link.announce.kv_digest,
         link.announce.accepts_prefetches,
+        link.announce.accepts_moves,
     )

@@ -13,7 +13,14 @@ from typing import Protocol
 
 import msgspec
 
-from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds, make_ticket
+from gllm.messages.handoff import (
+    HandOffSequence,
+    KvSource,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+    make_ticket,
+)
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.router.dispatch_target import DispatchTarget
 from gllm.router.output_checks import (
@@ -210,6 +217,56 @@ class Handoffs:
 
         return send
 
+    def start_move(self, stream: RequestStream, engine: DispatchTarget, target: str) -> bool:
+        """Let an engine hand a running request off to another one, with its KV blocks.
+
+        The engine ends the request at its next token and keeps the blocks; then the request
+        continues at the target as after a prefill, or at any engine if the target is lost.
+
+        Args:
+            stream: a request that the engine computes.
+            engine: the engine.
+            target: engine that is to continue.
+
+        Returns:
+            False if one side cannot, the request has no token yet, or is handed off already; then
+            nothing has changed.
+        """
+        entry, other = stream.entry, self._engines[target]
+        earlier = self._by_stream.get(stream)
+        is_free = earlier is None or earlier.state is HandoffState.DECODE
+        if self._pairs is not None or other is engine or not is_free:
+            # Pair policies count a request as load of its engines, and choose others themselves.
+            return False
+        if entry.n > 1 or len(entry.seqs) != 1 or not entry.num_output_tokens:
+            return False
+        if engine.kv is None or not engine.kv.accepts_moves or not engine.kv_endpoint:
+            return False
+        can_fetch = other.kv_endpoint and engine.numerics == other.numerics
+        if not can_fetch or not self._may_exchange(engine.name, target):
+            return False
+        if earlier is not None:
+            self._apply(stream, earlier, earlier.on_end())
+        handoff = Handoff(EnginePair(engine.name, target), make_ticket(), self._limits, True)
+        self._by_stream[stream] = handoff
+        self._by_ticket[handoff.ticket] = stream
+        (seq,) = entry.seqs.values()
+        engine.kv.send(HandOffSequence(seq, handoff.ticket))
+        return True
+
+    def move_target(self, stream: RequestStream) -> str:
+        """Return the engine to which a request moves that no engine has; empty if there is none."""
+        handoff = self._by_stream.get(stream)
+        if handoff is None or not handoff.is_move or handoff.state is not HandoffState.TRANSFER:
+            return ""
+        return handoff.decode if handoff.decode in self._engines else ""
+
+    def is_moving(self, stream: RequestStream) -> bool:
+        """Return True until a request that had tokens leaves its engine to be handed off."""
+        handoff = self._by_stream.get(stream)
+        states = HandoffState.PREFILL, HandoffState.READY
+        return handoff is not None and handoff.is_move and handoff.state in states
+
     def on_submitted(self, stream: RequestStream, engine: DispatchTarget) -> None:
         """Update the hand-off of a request that was submitted to an engine."""
         if handoff := self._by_stream.get(stream):
@@ -238,6 +295,10 @@ class Handoffs:
             if choice is None or self.state_of(choice.stream) is not HandoffState.PREFILL:
                 continue
             entry, is_ended = choice.stream.entry, end.finish_reason in ("length", "stop")
+            num_tokens = len(entry.outputs[choice.choice]) + message.outcome.seqs.count(end.seq)
+            if entry.n == 1 and num_tokens >= entry.max_tokens:
+                # A move that came too late: this is the end of the request.
+                continue
             if entry.n > 1 and not is_ended:
                 failed.append((end, list(entry.seqs.values())))
             elif entry.n > 1 or end.finish_reason == "length":
@@ -377,7 +438,10 @@ class Handoffs:
             return None
         if not engine.kv_endpoint or not self._may_exchange(holder.name, engine.name):
             return None
-        num_tokens = len(stream.entry.prompt)
+        # The KV of the last token is never computed.
+        entry = stream.entry
+        num_outputs = min((len(entry.outputs[choice]) for choice in entry.alive), default=0)
+        num_tokens = len(entry.prompt) + max(0, num_outputs - 1)
         return KvSource(
             holder.name, holder.kv.run, handoff.ticket, num_tokens, holder.kv.endpoint()
         )

@@ -70,14 +70,19 @@ class Handoff:
     Its methods handle events and return commands about KV blocks. Does no I/O; time is an argument.
     """
 
-    def __init__(self, pair: EnginePair, ticket: int, limits: HandoffLimits) -> None:
+    def __init__(
+        self, pair: EnginePair, ticket: int, limits: HandoffLimits, is_move: bool = False
+    ) -> None:
         """Create the state of a request that was sent to its prefill engine (PREFILL).
 
         Args:
             pair: engines that were chosen, different ones; without a decode engine any will do.
             ticket: key of the KV blocks at the prefill engine.
             limits: time limits.
+            is_move: the first engine decodes the request already, until its next token.
         """
+        self.is_move = is_move
+        """True if the request had tokens when the hand-off began."""
         self.state = HandoffState.PREFILL
         self.outcome = ""
         """Result once it is clear: `transferred` (the decode engine went on; it may have computed

@@ -46,3 +46,21 @@ def make_policy(name: str, rng: Random) -> RoutingPolicy:
     if name not in POLICIES:
         raise ValueError(f"routing policy {name!r} is none of {', '.join(POLICIES)}")
     return POLICIES[name](rng)
+
+
+def check_placement_heartbeat(name: str, seconds: float, option: str) -> None:
+    """Check that a policy places requests in heartbeats, if there is one.
+
+    Args:
+        name: key of POLICIES.
+        seconds: length of a heartbeat; 0 for none.
+        option: name of the option with the policy.
+
+    Raises:
+        ValueError: the policy places each request at its arrival; the message has the fix.
+    """
+    if seconds and not POLICIES[name].places_in_heartbeats:
+        raise ValueError(
+            f"placement_heartbeat is {seconds:g}, but policy {name} places requests at their "
+            f"arrival: set {option} to aladdin, or leave placement_heartbeat out"
+        )

@@ -154,6 +154,23 @@ class Scheduler:
             if not self.table.cancel_fork(seq) and seq in self._sequences:
                 self._finish(self._sequences[seq])
 
+    def hand_off(self, seq: int, ticket: int) -> None:
+        """End a running sequence at its next token and keep its KV blocks for another engine.
+
+        Nothing happens if the sequence is unknown, has no token yet, is one of several choices, has
+        a ticket, or ends at its next token anyway.
+
+        Args:
+            seq: id of the sequence.
+            ticket: key under which the blocks are kept; the end of the sequence has it.
+        """
+        sequence = self._sequences.get(seq)
+        if sequence is None or sequence.is_finished or not sequence.num_output_tokens:
+            return
+        request, num_tokens = sequence.request, sequence.num_output_tokens + 1
+        if request.n == 1 and not request.kv_ticket and num_tokens < request.max_tokens:
+            sequence.request = request._replace(max_tokens=num_tokens, kv_ticket=ticket)
+
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences are not affected."""
         self.kv_cache.block_pool.reset_prefix_cache()
@@ -436,7 +453,9 @@ class Scheduler:
             accepted, rejected = self._speculation.count_verified(sequence.seq)
             end = end._replace(num_accepted_guesses=accepted, num_rejected_guesses=rejected)
         output.finished.append(end)
-        self._admission.output_lengths.record(request.max_tokens, num_generated)
+        if not request.kv_ticket:
+            # With a ticket the output goes on at another engine.
+            self._admission.output_lengths.record(request.max_tokens, num_generated)
         self._finish(sequence)
 
     def _fail(self, sequence: Sequence, error: str, output: StepOutput) -> None:

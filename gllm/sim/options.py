@@ -8,7 +8,7 @@ from gllm.options.field_types import convert_fields
 from gllm.options.flags import parse_counts
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.options.slo import Slo
-from gllm.routing.policy_registry import POLICIES
+from gllm.routing.policy_registry import POLICIES, check_placement_heartbeat
 from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.deployment import Deployment, roofline_deployment
@@ -192,6 +192,7 @@ class SimulationConfig:
         degrees = as_degrees(self.tensor_parallel_size)
         object.__setattr__(self, "tensor_parallel_size", degrees)
         convert_fields(self)
+        check_placement_heartbeat(self.routing_policy, self.placement_heartbeat, "routing_policy")
         speculation = self.scheduler.speculative_config
         if speculation is not None and speculation.is_drafted_by_stage:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import HandOffSequence, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
@@ -29,11 +29,11 @@ READY, TRANSFER = HandoffState.READY, HandoffState.TRANSFER
 class Rig:
     """A client with an engine for each phase, and a clock that the test moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_pairs: bool = True) -> None:
         self.now = 0.0
         self.client = FleetClient(
             lambda stream, names: min(names),
-            pairs=FixedPair(),
+            pairs=FixedPair() if has_pairs else None,
             clock=lambda: self.now,
             handoff_limits=LIMITS,
         )
@@ -42,19 +42,23 @@ class Rig:
         """Commands about held blocks, with the names of their engines."""
         self.tickets: dict[int, int] = {}
         """Tickets of prefills by wire id."""
+        self.submitted: list[SubmitRequest] = []
         for name in "PD":
             self.attach(name)
 
-    def attach(self, name: str) -> None:
+    def attach(self, name: str, numerics: str = "x", accepts_moves: bool = True) -> None:
         def note(command: Any) -> None:
             self.commands.append((name, command))
 
-        peer = KvPeer(1, lambda: b"address", note, accepts_prefetches=True)
-        self.client.attach(name, "x", self._on_submission, peer)
+        peer = KvPeer(
+            1, lambda: b"address", note, accepts_prefetches=True, accepts_moves=accepts_moves
+        )
+        self.client.attach(name, numerics, self._on_submission, peer)
 
     def _on_submission(self, message: Any) -> None:
         if isinstance(message, SubmitRequest):
             self.tickets[message.seq] = message.kv_ticket
+            self.submitted.append(message)
 
     def submit(self) -> RequestStream:
         return self.client.submit([1, 2, 3], SequenceSamplingParams(), 8, [])
@@ -241,3 +245,106 @@ def test_deadlines_are_those_set_last() -> None:
     assert num_due > 100
     deadlines.pop_due(math.inf)
     assert deadlines.pop_due(math.inf) == []
+
+
+def start_move(rig: Rig, stream: RequestStream) -> HandOffSequence:
+    """Let D, the only engine so far, get a token of the request, and drain it."""
+    rig.report("D", stream)
+    stream.pop_deltas()
+    rig.attach("E")
+    assert rig.client.migrate("D") == 1
+    (name, command) = rig.commands[-1]
+    assert (name, type(command)) == ("D", HandOffSequence)
+    assert [command.seq] == list(stream.entry.seqs.values()), "it goes on meanwhile"
+    return command
+
+
+def moving_rig() -> tuple[Rig, RequestStream]:
+    """Return a rig without pairs whose engine D computes a request."""
+    rig = Rig(has_pairs=False)
+    rig.client.detach("P", "left", LossKind.PLANNED)
+    return rig, rig.submit()
+
+
+def test_a_running_request_moves_with_its_blocks_after_its_next_token() -> None:
+    rig, stream = moving_rig()
+    command = start_move(rig, stream)
+    assert rig.client.migrate("D") == 0, "it moves already"
+    rig.report("D", stream, command.ticket)
+    assert (stream.entry.is_parked, rig.streams_in(READY)) == (True, [stream])
+    assert stream.pop_deltas()[0].tokens == [7]
+    rig.client.continue_handoffs()
+    assert stream.entry.engine == "E"
+    message = rig.submitted[-1]
+    assert message.outputs == [[7, 7]]
+    assert message.kv_source is not None
+    # Prompt and first token: the KV of the last one is not computed.
+    assert (message.kv_source.ticket, message.kv_source.num_tokens) == (command.ticket, 4)
+    assert not [each for _, each in rig.commands if isinstance(each, ReleaseKvHolds)]
+    rig.report("E", stream)
+    assert rig.commands[-1] == ("D", ReleaseKvHolds([command.ticket]))
+    assert rig.client.num_migrations == {"moved": 1}
+    # It can move again.
+    assert rig.client.migrate("E") == 1
+    (name, again) = rig.commands[-1]
+    assert (name, again.seq) == ("E", *stream.entry.seqs.values())
+    rig.report("E", stream, again.ticket)
+    stream.pop_deltas()
+    rig.client.continue_handoffs()
+    assert (stream.entry.engine, rig.submitted[-1].outputs) == ("D", [[7] * 4])
+    assert rig.submitted[-1].kv_source is not None
+    assert rig.submitted[-1].kv_source.num_tokens == 6
+    assert rig.client.num_migrations == {"moved": 2}
+    assert rig.handoffs.num_ended == {"transferred": 1}
+
+
+def test_a_request_that_ends_before_its_move_ends_once() -> None:
+    rig, stream = moving_rig()
+    command = start_move(rig, stream)
+    for _ in range(6):
+        rig.report("D", stream)
+    # Its eighth token is its last one; the engine has not known of the move.
+    rig.report("D", stream, command.ticket)
+    assert not stream.alive
+    end = stream.pop_deltas()[0].end
+    assert end is not None
+    assert end.finish_reason == "length"
+    assert (rig.handoffs.num_running, rig.client.num_parked) == (0, 0)
+    assert rig.commands[-1] == ("D", ReleaseKvHolds([command.ticket]))
+
+
+@pytest.mark.parametrize("lost", ["D", "E"])
+def test_a_move_whose_engine_is_lost_continues_elsewhere(lost: str) -> None:
+    rig, stream = moving_rig()
+    command = start_move(rig, stream)
+    if lost == "E":
+        rig.report("D", stream, command.ticket)
+    rig.client.detach(lost, "killed", LossKind.DIED)
+    stream.pop_deltas()
+    rig.client.continue_handoffs()
+    rig.client.dispatch_parked()
+    other = {"D": "E", "E": "D"}[lost]
+    assert (stream.entry.engine, stream.alive) == (other, {0})
+    assert rig.submitted[-1].kv_source is None, "nobody else has the blocks"
+
+
+@pytest.mark.parametrize(
+    ("n", "numerics", "accepts_moves"), [(2, "x", True), (1, "y", True), (1, "x", False)]
+)
+def test_requests_that_cannot_move_with_their_blocks_are_computed_again(
+    n: int, numerics: str, accepts_moves: bool
+) -> None:
+    rig = Rig(has_pairs=False)
+    rig.client.detach("P", "left", LossKind.PLANNED)
+    rig.attach("D", numerics, accepts_moves)
+    stream = rig.client.submit([1, 2, 3], SequenceSamplingParams(), 8, [], n)
+    seqs = list(stream.entry.seqs.values())
+    step = StepOutput(seqs, [7] * n, [], [])
+    rig.client.on_outputs("D", EngineOutputs(step, SchedulerStats()))
+    rig.attach("E")
+    rig.now += 100.0
+    moved = rig.client.migrate("D")
+    assert not [each for _, each in rig.commands if isinstance(each, HandOffSequence)]
+    # On other numerics its tokens might go on otherwise, so it stays.
+    assert moved == (numerics == "x")
+    assert stream.entry.engine == ("E" if numerics == "x" else "D")

@@ -56,6 +56,7 @@ TO_ENGINE = {
     "PrefetchKv",
     "ReleaseKvHolds",
     "RenewKvHolds",
+    "HandOffSequence",
 }
 
 

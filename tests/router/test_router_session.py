@@ -5,6 +5,7 @@ import pytest
 
 from gllm.messages.handoff import (
     FirstChunkComputed,
+    HandOffSequence,
     KvPushStarted,
     KvSource,
     PrefetchKv,
@@ -262,6 +263,21 @@ async def test_prefetches_of_a_router_end_with_its_session(links: Links) -> None
     await router.links.stop()
     await until(lambda: len(engine.kv_commands) == 5)
     assert engine.kv_commands[4] == ReleaseKvHolds([7])
+
+
+async def test_a_running_request_is_handed_off_under_the_engines_id(links: Links) -> None:
+    router, engine, _ = await links.pair()
+    router.link().send(request(40, [1, 2], 8))
+    router.link().send(HandOffSequence(40, 5))
+    router.link().send(HandOffSequence(41, 6))
+    router.link().send(RenewKvHolds([5]))
+    await until(lambda: len(engine.kv_commands) == 2)
+    (seq,) = (seq for stream in engine.client._streams for seq in stream.entry.seqs.values())
+    # There is no request 41 any more.
+    assert engine.kv_commands == [HandOffSequence(seq, 5), RenewKvHolds([5])]
+    await router.links.stop()
+    await until(lambda: len(engine.kv_commands) == 3)
+    assert engine.kv_commands[2] == ReleaseKvHolds([5])
 
 
 async def test_an_engine_that_takes_no_requests_prefetches_nothing(links: Links) -> None:

@@ -73,6 +73,62 @@ def test_several_output_tokens_are_held_but_the_last() -> None:
     assert len(scheduler.transfers.pop_readable()[0].block_ids) == 3
 
 
+def decode_some(scheduler: Scheduler, request: SchedulerRequest, num_tokens: int) -> None:
+    """Run a request alone until it has some tokens."""
+    scheduler.add(request, 0.0)
+    sequence = scheduler.table.sequences[request.seq]
+    while sequence.num_output_tokens < num_tokens:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        commit(scheduler, plan)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 6])
+def test_a_running_sequence_ends_at_its_next_token_and_is_held(
+    num_tokens: int, is_async: bool
+) -> None:
+    scheduler = make_scheduler(async_scheduling=is_async)
+    decode_some(scheduler, SchedulerRequest(0, [5] * 6, 20), num_tokens)
+    ahead = scheduler.schedule(0.0)
+    scheduler.hand_off(0, 77)
+    ends: list[FinishedSequence] = []
+    num_steps = 0
+    while not ends:
+        plan = ahead or scheduler.schedule(0.0)
+        assert plan is not None
+        # One with async scheduling is scheduled before the result of the one before is known.
+        ahead = scheduler.schedule(0.0)
+        ends = commit(scheduler, plan).finished
+        num_steps += 1
+    # Prompt and tokens without the last one, whose KV nobody has computed.
+    assert ends == [FinishedSequence(0, "length", kv_ticket=77, num_kv_tokens=6 + num_tokens)]
+    assert num_steps == 1
+    if ahead is not None:
+        commit(scheduler, ahead)
+    (hold,) = scheduler.transfers.pop_readable()
+    assert (hold.ticket, hold.num_tokens) == (77, 6 + num_tokens)
+    scheduler.transfers.release([77])
+    assert scheduler.transfers.pop_revocations(0.0) == [77]
+    scheduler.transfers.confirm_revocation(77)
+    assert scheduler.stats().kv_usage == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n": 2}, {"max_tokens": 3}, {"kv_ticket": 9}], ids=["choices", "end", "ticket"]
+)
+def test_sequences_that_cannot_be_handed_off_run_to_their_end(changes: dict[str, Any]) -> None:
+    scheduler = make_scheduler()
+    decode_some(scheduler, SchedulerRequest(0, [5] * 6, **{"max_tokens": 5, **changes}), 2)
+    request = scheduler.table.sequences[0].request
+    scheduler.hand_off(0, 77)
+    scheduler.hand_off(55, 78)
+    assert scheduler.table.sequences[0].request == request
+    scheduler.add(SchedulerRequest(5, [5] * 6, 4), 0.0)
+    scheduler.hand_off(5, 79)
+    assert not scheduler.table.sequences[5].request.kv_ticket, "it has no token"
+
+
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [

@@ -8,7 +8,7 @@ from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_kv_fetches import handed_off
-from tests.scheduler.test_kv_holds import make_scheduler, run, ticket_request
+from tests.scheduler.test_kv_holds import commit, make_scheduler, run, ticket_request
 
 
 def test_logged_fetches_and_holds_make_the_same_plans_again() -> None:
@@ -33,6 +33,13 @@ def test_logged_fetches_and_holds_make_the_same_plans_again() -> None:
     for fetch in scheduler.transfers.start_fetches(3.0):
         scheduler.transfers.finish_fetch(fetch.seq, True)
     run(scheduler, 3.0)
+    scheduler.add(SchedulerRequest(7, [4] * 5, 8), 4.0)
+    while scheduler.table.sequences[7].num_output_tokens < 2:
+        plan = scheduler.schedule(4.0)
+        assert plan is not None
+        commit(scheduler, plan)
+    scheduler.hand_off(7, 500)
+    assert run(scheduler, 4.0) == [7]
     encoded = msgspec.json.encode(log)
     again, calls = Scheduler(config), set[str]()
     for event in msgspec.json.decode(encoded, type=list[StepLogEvent]):
@@ -40,5 +47,5 @@ def test_logged_fetches_and_holds_make_the_same_plans_again() -> None:
         assert not isinstance(event, ScheduleEvent) or plan == event.plan
         if isinstance(event, KvTransferEvent):
             calls.add(event.call)
-    assert len(calls) == 7
+    assert len(calls) == 8
     assert again.stats() == scheduler.stats()

@@ -18,6 +18,7 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.classes import assign_classes
 from gllm.sim.workloads.requests import make_workload
 
@@ -153,8 +154,8 @@ def test_a_heartbeat_is_placed_together_longest_prompts_first() -> None:
     assert fmean(map(len, batches)) > 5
     times = sorted({time for time, _ in recorder.placed})
     assert all(later - earlier >= heartbeat - 1e-6 for earlier, later in pairwise(times))
-    with pytest.raises(ValueError, match=r"placement_heartbeat is 0\.5"):
-        PolicyRouter(make_policy("random", Random(0)), heartbeat_seconds=heartbeat)
+    with pytest.raises(ValueError, match="set routing_policy to aladdin"):
+        SimulationConfig(routing_policy="random", placement_heartbeat=heartbeat)
 
 
 def test_requests_of_a_cluster_have_the_limits_of_their_class() -> None:

@@ -438,6 +438,7 @@ class EngineAnnouncer:
             policy=limits.policy,
             kv_digest=supervisor.kv_mover.digest,
             accepts_prefetches=True,
+            accepts_moves=True,
         )
 
 

@@ -15,6 +15,7 @@ from gllm.messages.handoff import (
     MAX_TICKETS,
     FirstChunkComputed,
     HandoffCommand,
+    HandOffSequence,
     KvPushStarted,
     PrefetchKv,
     ReleaseKvHolds,
@@ -141,6 +142,8 @@ class RouterSession:
                 self._engine.send_kv_command(message)
             case RenewKvHolds():
                 self._engine.send_kv_command(message)
+            case HandOffSequence(seq, ticket):
+                self._hand_off(seq, ticket)
             case PrefetchKv(source) if not refusal:
                 self._tickets.add(source.ticket)
                 self._engine.send_kv_command(message)
@@ -208,6 +211,16 @@ class RouterSession:
                 del running.seqs[choice]
                 self._engine.client.abort(running.stream, [choice])
                 self._release_if_ended(running)
+
+    def _hand_off(self, seq: int, ticket: int) -> None:
+        """End a choice at its next token and keep its KV blocks; one that has ended is ignored."""
+        if (found := self._choices.get(seq)) is None:
+            return
+        running, choice = found
+        wire_id = running.stream.entry.seqs.get(choice)
+        if wire_id is not None:
+            self._tickets.add(ticket)
+            self._engine.send_kv_command(HandOffSequence(wire_id, ticket))
 
     def _watch(self, message: WatchKvCache) -> None:
         """Begin to forward KV events with a snapshot, or end it."""

@@ -15,7 +15,12 @@ import msgspec
 
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
-from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import (
+    HandOffSequence,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+)
 from gllm.messages.kv_cache import AdoptKvBlocks, KvCacheEvents, WatchKvCache
 from gllm.messages.kv_disk import (
     KvDiskCopied,
@@ -343,6 +348,7 @@ class Driver:
                 | PrefetchKv()
                 | ReleaseKvHolds()
                 | RenewKvHolds()
+                | HandOffSequence()
             ):
                 # Blocks of other engines, of which some may be free afterwards.
                 if self.kv is not None:

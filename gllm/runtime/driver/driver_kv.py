@@ -261,6 +261,8 @@ class DriverKv:
                 self._transfers.release(tickets)
             case handoff.RenewKvHolds(tickets):
                 self._transfers.renew(tickets, self._clock())
+            case handoff.HandOffSequence(seq, ticket):
+                self._scheduler.hand_off(seq, ticket)
             case kv_transfer.KvBlocksCopied(number):
                 assert self._staged is not None, "only copies are reported"
                 self._pass_on(self._staged.on_copied(number))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gllm.options.slo import Slo
 from gllm.routing.lengths.registry import BY_MAX_TOKENS, make_length_predictor
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.policy_registry import make_policy
+from gllm.routing.policy_registry import check_placement_heartbeat, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.state import RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
@@ -119,9 +119,6 @@ class PolicyRouter(ClusterRouter):
         lengths: New predictor of output lengths; None: the length that a request carries, or if it
             carries none, the policy's predictor as in production.
         heartbeat_seconds: Time for which requests are collected, as `--placement-heartbeat`.
-
-    Raises:
-        ValueError: The policy does not collect requests.
     """
 
     def __init__(
@@ -131,11 +128,6 @@ class PolicyRouter(ClusterRouter):
         lengths: LengthPredictor | None = None,
         heartbeat_seconds: float = 0.0,
     ) -> None:
-        if heartbeat_seconds and not policy.places_in_heartbeats:
-            raise ValueError(
-                f"placement_heartbeat is {heartbeat_seconds:g}, but the policy places requests at "
-                "their arrival: choose aladdin, or leave it out"
-            )
         self.heartbeat_seconds = heartbeat_seconds
         self.lets_wait = self.keeps_order = policy.waits_for_room
         self.needs = RouterNeeds(
@@ -252,7 +244,8 @@ def make_router(
         heartbeat_seconds: Time for which requests are collected, as for PolicyRouter.
 
     Raises:
-        ValueError: There is no such policy, or it does not collect requests.
+        ValueError: There is no such policy, or it places requests at their arrival.
     """
     policy = make_policy(name, Random(seed))
+    check_placement_heartbeat(name, heartbeat_seconds, "the policy")
     return PolicyRouter(policy, slo, lengths, heartbeat_seconds)

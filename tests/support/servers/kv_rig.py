@@ -196,15 +196,25 @@ class KvRouter:
 
     Args:
         create_links: creates the router's sessions with the engines.
+        has_pairs: False for one engine per request, in turn.
     """
 
-    def __init__(self, create_links: type[FleetLinks] = FleetLinks) -> None:
+    def __init__(self, create_links: type[FleetLinks] = FleetLinks, has_pairs: bool = True) -> None:
         self.policy = FixedPair()
         self.address = f"127.0.0.1:{free_port()}"
         """Address of the router's hub."""
-        config = RouterConfig(model="demo", hub=self.address, preset="distserve")
+        config = RouterConfig(
+            model="demo", hub=self.address, policy="round-robin",
+            preset="distserve" if has_pairs else None,
+        )  # fmt: skip
         folder = resolve_model("demo")
-        self.fleet = Fleet(config, hash_model(folder), MAX_LEN, create_links, self.policy)
+        self.fleet = Fleet(
+            config,
+            hash_model(folder),
+            MAX_LEN,
+            create_links,
+            self.policy if has_pairs else None,
+        )
         self.router = TextEngine(
             self.fleet, "demo", folder, read_config(folder), MAX_LEN, None, None
         )
@@ -245,8 +255,8 @@ class KvRouter:
 class KvRig(KvRouter):
     """The router and its engines."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        super().__init__()
+    def __init__(self, stack: AsyncExitStack, has_pairs: bool = True) -> None:
+        super().__init__(has_pairs=has_pairs)
         self.engines: dict[str, Engine] = {}
         self.watches: dict[str, KvWatch] = {}
         self._stack = stack
@@ -295,10 +305,10 @@ def make_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
 
 
 @asynccontextmanager
-async def kv_rig() -> AsyncIterator[KvRig]:
-    """A router without engines."""
+async def kv_rig(has_pairs: bool = True) -> AsyncIterator[KvRig]:
+    """A router without engines; `has_pairs` as of KvRouter."""
     async with AsyncExitStack() as stack:
-        rig = KvRig(stack)
+        rig = KvRig(stack, has_pairs)
         await rig.router.start()
         stack.push_async_callback(rig.router.stop)
         with rig.errors.raised():
