@@ -34,11 +34,11 @@ from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
 
 ENGINES = 3
-"""Engines that run at a time if their load is not known."""
+"""Engines that run at a time, whatever their load."""
 MAX_ENGINES = 6
 """Engines that run at a time at most: their processes start together."""
 MAX_CORES = 0.5
-"""CPU time per second up to which engines run together."""
+"""CPU time per second up to which more than ENGINES run together."""
 STEP_SECONDS = 1.35e-3
 """CPU time of all processes of an engine per micro-batch and device, the client's included:
 experiments/pages/emulation.md."""
@@ -99,17 +99,22 @@ def estimate_load(run: TrialRun, speed: float = 1.0) -> EngineLoad:
     return EngineLoad(seconds, STEP_SECONDS * num_steps / max(seconds, 1e-9))
 
 
-def group_engines(loads: Sequence[EngineLoad]) -> list[list[int]]:
+def group_engines(loads: Sequence[EngineLoad], usual: int = ENGINES) -> list[list[int]]:
     """Return the engines that run together, by their indices: each engine is in one group.
 
-    The longest engines come first, so that those of a group take about the same time. A group has
-    up to MAX_ENGINES engines and MAX_CORES of load; an engine with more runs alone.
+    The longest engines come first, so that those of a group take about the same time.
+
+    Args:
+        loads: Loads of the engines.
+        usual: Engines of a group whatever their load; up to MAX_ENGINES if they have MAX_CORES
+            together at most.
     """
     groups: list[list[int]] = []
     cores = 0.0
     for index in sorted(range(len(loads)), key=lambda each: -loads[each].seconds):
         cores += loads[index].cores
-        if not groups or len(groups[-1]) == MAX_ENGINES or cores > MAX_CORES * (1 + 1e-9):
+        is_heavy = cores > MAX_CORES * (1 + 1e-9)
+        if not groups or len(groups[-1]) >= (usual if is_heavy else MAX_ENGINES):
             groups.append([])
             cores = loads[index].cores
         groups[-1].append(index)
@@ -180,7 +185,7 @@ def serve_trials(
             f"{len(late)} of {len(served)} trials were late and are served again", file=sys.stderr
         )
     alone = [EngineLoad(loads[index].seconds, MAX_CORES) for index in late]
-    again = _serve_once([trials[index] for index in late], speed, progress, serve, alone)
+    again = _serve_once([trials[index] for index in late], speed, progress, serve, alone, 1)
     for index, each in zip(late, again, strict=True):
         served[index] = min(served[index], each, key=lambda run: run.late_share)
     return served
@@ -192,8 +197,9 @@ def _serve_once(
     progress: bool,
     serve: GroupServer,
     loads: Sequence[EngineLoad],
+    usual: int = ENGINES,
 ) -> list[ServedTrial]:
-    """Serve trials, with engines together as their loads permit."""
+    """Serve trials, with engines together as their loads permit: see `group_engines`."""
     groups: dict[tuple[EngineConfig, Load], list[int]] = {}
     for index, trial in enumerate(trials):
         load = (trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
@@ -201,7 +207,7 @@ def _serve_once(
     served: dict[int, ServedTrial] = {}
     with show_progress("engine", len(groups), is_shown=progress and bool(groups)) as bar:
         engines = list(groups.items())
-        together = group_engines([loads[indices[0]] for _, indices in engines])
+        together = group_engines([loads[indices[0]] for _, indices in engines], usual)
         for batch in ([engines[number] for number in numbers] for numbers in together):
             work = [
                 (config, _hurry(trial_jobs(trials[indices[0]]), speed))

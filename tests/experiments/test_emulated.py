@@ -88,19 +88,22 @@ def test_each_load_has_an_engine_of_its_own() -> None:
     assert all(len(each.run.record.requests) == 8 for each in served)
 
 
-@given(st.lists(st.builds(EngineLoad, st.floats(0, 1e3), st.floats(0, 1)), max_size=20))
-def test_engines_run_together_within_their_load(loads: list[EngineLoad]) -> None:
-    groups = group_engines(loads)
+@given(
+    st.lists(st.builds(EngineLoad, st.floats(0, 1e3), st.floats(0, 1)), max_size=20),
+    st.integers(1, ENGINES),
+)
+def test_engines_run_together_within_their_load(loads: list[EngineLoad], usual: int) -> None:
+    groups = group_engines(loads, usual)
     assert sorted(index for group in groups for index in group) == list(range(len(loads)))
     for group in groups:
         cores = sum(loads[index].cores for index in group)
-        assert len(group) == 1 or (len(group) <= MAX_ENGINES and cores <= MAX_CORES * 1.001)
+        assert len(group) <= usual or (len(group) <= MAX_ENGINES and cores <= MAX_CORES * 1.001)
     for longer, shorter in pairwise(groups):
         least = min(loads[index].seconds for index in longer)
         assert least >= max(loads[index].seconds for index in shorter)
         # The next engine had no room.
         cores = sum(loads[index].cores for index in (*longer, shorter[0]))
-        assert len(longer) == MAX_ENGINES or cores > MAX_CORES
+        assert len(longer) == MAX_ENGINES or (len(longer) >= usual and cores > MAX_CORES)
 
 
 def test_a_slower_emulation_is_a_lighter_load() -> None:
