@@ -155,7 +155,7 @@ def kv_disk_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Me
     totals = status.kv_disk
     if totals is None:
         return
-    text = "Requests with KV blocks on disk whose read has ended, by outcome"
+    text = "Reads of KV blocks from disk for a request, by outcome"
     outcomes = [(("complete",), totals.num_loads), (("failed",), totals.num_failed_loads)]
     yield counter("kv_disk_loads", text, labels, outcomes, "outcome")
     for name, value, text in (

@@ -136,9 +136,10 @@ class KvDiskTotals(TotalsMessage, frozen=True):
     num_hit_tokens: int = 0
     """Prompt tokens that were read and not computed."""
     num_loads: int = 0
-    """Requests with such tokens."""
+    """Complete reads for a request. There is a second one of a request if the first one was made
+    before its admission, and did not have all of its blocks."""
     num_failed_loads: int = 0
-    """Requests whose blocks could not be read: their tokens are computed."""
+    """Reads that failed: their tokens are computed, unless a later read has them."""
     num_read_bytes: int = 0
     """Bytes that complete loads have read."""
     read_seconds: float = 0.0

@@ -234,7 +234,7 @@ class SchedulerConfig:
     prefix_cache_eviction: str = option(
         "lru",
         "cached KV blocks that are evicted first; lru: those used longest ago; return: those with "
-        "the least tokens to recompute times the learned rate at which their conversation returns",
+        "the lowest learned rate at which their conversation returns",
         choices=EVICTION_NAMES,
     )
     stages: int = field(default=1, metadata={"derived": True})

@@ -15,7 +15,18 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from gllm.scheduler.eviction import DEFAULT_ATTENTION_SHARE, recompute_cost
+DEFAULT_ATTENTION_SHARE = 1e-4
+"""Cost of attending to one token, divided by that of the rest of a token, until it is measured."""
+
+
+def recompute_cost(position: int, attention_share: float = DEFAULT_ATTENTION_SHARE) -> float:
+    """Return the cost of recomputing a KV block; the unit is that of the first block of a prompt.
+
+    Args:
+        position: tokens before the block, to which its tokens attend.
+        attention_share: cost of attending to one token, divided by that of the rest of a token.
+    """
+    return 1.0 + attention_share * position
 
 
 class DiskBlock(NamedTuple):

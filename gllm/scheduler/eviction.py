@@ -1,8 +1,8 @@
 """Order in which cached KV blocks without a reference are evicted.
 
 `LruEviction` evicts what was used longest ago. `ReturnEviction` evicts what is worth least: the
-blocks of the conversation for which the tokens to recompute times the learned rate of its return is
-smallest. Pure: time is an argument.
+blocks of the conversation whose learned rate of return is smallest. All blocks have the same number
+of tokens, so that minimizes the tokens to recompute. Pure: time is an argument.
 """
 
 from abc import ABC, abstractmethod
@@ -21,19 +21,6 @@ from gllm.scheduler.return_times import (
 
 EVICTION_NAMES = ("lru", "return")
 """Names of the orders, for --prefix-cache-eviction."""
-
-DEFAULT_ATTENTION_SHARE = 1e-4
-"""Cost of attending to one token, divided by that of the rest of a token, until it is measured."""
-
-
-def recompute_cost(position: int, attention_share: float = DEFAULT_ATTENTION_SHARE) -> float:
-    """Return the cost of recomputing a KV block; the unit is that of the first block of a prompt.
-
-    Args:
-        position: tokens before the block, to which its tokens attend.
-        attention_share: cost of attending to one token, divided by that of the rest of a token.
-    """
-    return 1.0 + attention_share * position
 
 
 class EvictionOrder(ABC):
@@ -175,12 +162,13 @@ class _Visit:
 class ReturnEviction(EvictionOrder):
     """Evicts blocks of the conversation that is least likely to need them soon.
 
-    The value of a block is the cost of computing it again times the learned rate at which its
-    conversation returns (`ReturnTimes.values`). Blocks that a waiting sequence is about to use are
-    evicted last. Only blocks without cached children are evicted, as long as there are any.
+    The value of a block is the learned rate at which its conversation returns
+    (`ReturnTimes.values`); of equal values the conversation goes first that has been idle for
+    longest. Blocks that a waiting sequence is about to use are evicted last. Only blocks without
+    cached children are evicted, as long as there are any.
 
     Values depend on the group of a conversation and the bin of its idle time alone, so a choice
-    compares the oldest and the newest conversation of each.
+    compares one conversation of each.
     """
 
     def __init__(self) -> None:
@@ -199,8 +187,8 @@ class ReturnEviction(EvictionOrder):
         self._unknown = _Visit(UNKNOWN_GROUP)
         """Blocks without a known sequence, the least recently used one first."""
         self._unknown.end = 0.0
-        self._links: dict[int, tuple[bytes, bytes | None, int]] = {}
-        """Hash, hash of the parent and position of each cached block."""
+        self._links: dict[int, tuple[bytes, bytes | None]] = {}
+        """Hash, and hash of the parent, of each cached block."""
         self._num_children: Counter[bytes] = Counter()
         """Cached blocks by the hash of their parent."""
         self._block_of: dict[bytes, int] = {}
@@ -266,14 +254,14 @@ class ReturnEviction(EvictionOrder):
 
     def on_published(self, block: int, digest: bytes, parent: bytes | None, position: int) -> None:
         """Note the place of a block in the tree of prefixes."""
-        self._links[block] = digest, parent, position
+        self._links[block] = digest, parent
         self._block_of[digest] = block
         if parent is not None:
             self._num_children[parent] += 1
 
     def on_removed(self, block: int) -> None:
         """Forget a block; the block before it can be evicted if it has no other child."""
-        digest, parent, _ = self._links.pop(block)
+        digest, parent = self._links.pop(block)
         del self._block_of[digest]
         if parent is None:
             return
@@ -367,22 +355,17 @@ class ReturnEviction(EvictionOrder):
         if self._chosen is not None and self._chosen[0] == now:
             return self._chosen[1]
         best: _Visit | None = None
-        least = 0.0
+        least = 0.0, 0.0
         for group, bins in self._idle.items():
             values = self.times.values(group, now)
             self._age(bins, now)
             for index, visits in enumerate(bins):
                 if not visits:
                     continue
-                # First the one that is worth less by the time that it has spent in the bin.
-                ends = next(iter(visits)), next(reversed(visits))
-                if index + 1 < NUM_BINS and values[index + 1] > values[index]:
-                    ends = ends[::-1]
-                for visit in ends:
-                    position = self._links[next(iter(visit.blocks))][2]
-                    value = values[index] * recompute_cost(position)
-                    if best is None or value < least:
-                        best, least = visit, value
+                visit = next(iter(visits))
+                assert visit.end is not None
+                if best is None or (values[index], visit.end) < least:
+                    best, least = visit, (values[index], visit.end)
         if best is None:
             best = next(reversed(self._waiting)) if self._waiting else None
         if best is None:

@@ -62,6 +62,9 @@ class KVCacheManager:
         self.block_pool = BlockPool(config.num_blocks, self.states, self._eviction)
         self.running: dict[int, Sequence] = {}
         """Sequences that hold blocks, by sequence id."""
+        self.loading: dict[int, Sequence] = {}
+        """Sequences that stand for waiting ones while blocks are read from disk, by their negative
+        id. They take no place among max_num_seqs."""
         self.holds = KvHolds(self.block_pool)
         """Blocks of ended sequences that other engines may fetch."""
         self._offload: OffloadListener | None = None
@@ -316,6 +319,33 @@ class KVCacheManager:
         if self._has_visits and sequence.is_finished:
             self._eviction.on_end(seq, self.block_pool.now)
 
+    def start_loading(self, loader: Sequence, shared: list[int], num_tokens: int) -> None:
+        """Allocate blocks into which KV of a waiting sequence is read.
+
+        Args:
+            loader: sequence without blocks that stands for the waiting one.
+            shared: cached blocks that precede the new ones.
+            num_tokens: tokens to read behind them; enough blocks must be free.
+        """
+        self.block_pool.add_references(shared)
+        loader.start_with_blocks(shared, len(shared) * self._block_size)
+        self.allocate(loader, num_tokens)
+        self.loading[loader.seq] = loader
+
+    def finish_loading(self, loader: Sequence, owner: Sequence | None, is_ok: bool) -> None:
+        """Release the blocks of `start_loading`, which nobody writes any more.
+
+        Args:
+            loader: the sequence of `start_loading`.
+            owner: the waiting sequence that will use them; None if there is none.
+            is_ok: the full blocks have their content and are added to the prefix cache.
+        """
+        del self.loading[loader.seq]
+        if is_ok:
+            loader.num_computed_tokens = len(loader.block_ids) * self._block_size
+            self.publish(loader)
+        self.block_pool.release(loader.reset(), None if owner is None else owner.seq)
+
     def remaining_sequences(self) -> list[Sequence]:
         """Return the sequences with blocks that they do not free when their steps complete."""
         return [s for s in self.running.values() if not (s.is_preempting or s.is_finished)]
@@ -323,8 +353,8 @@ class KVCacheManager:
     def num_reclaimable_blocks(self, victims: Container[int] = ()) -> int:
         """Return the number of blocks that are free or will be freed without another step.
 
-        They are freed when rows in flight have been computed, or when another engine has stopped
-        reading blocks that were kept for it.
+        They are freed when rows in flight have been computed, when another engine has stopped
+        reading blocks that were kept for it, or when blocks have been read from disk.
 
         Args:
             victims: ids of further sequences whose blocks count as about to be freed.
@@ -333,6 +363,7 @@ class KVCacheManager:
             s for s in self.running.values() if s.is_preempting or s.is_finished or s.seq in victims
         ]
         pool = self.block_pool
+        freeing += self.loading.values()
         num_freeing = sum(pool.count_exclusive(s.block_ids) for s in freeing)
         return pool.num_free_blocks + num_freeing + self.holds.count_returning_blocks()
 

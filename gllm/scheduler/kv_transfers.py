@@ -9,7 +9,10 @@ when nobody writes them any more. What the prefix cache has is not fetched. A se
 fails is prefilled like a preempted one and fetches nothing again. A victim waits for another start
 of its fetch.
 
-Blocks of the prefix cache's disk tier are fetched in the same way (`is_kv_on_disk`).
+Blocks of the prefix cache's disk tier are fetched in the same way (`is_kv_on_disk`). A request that
+cannot be admitted yet is read ahead: a sequence in no queue stands for it until the read ends,
+takes no place among max_num_seqs, and leaves the blocks in the prefix cache without a reference. So
+nothing has to be given back, and running sequences may evict them.
 
 A prefetch begins before its request arrives, while the other engine computes the KV. A sequence
 without rows stands for the request until then, so a prefetch has a rank, can be a victim and is
@@ -32,6 +35,8 @@ from gllm.scheduler.sequence import SchedulerRequest, Sequence
 
 MAX_RELEASED_TICKETS = 4096
 """Tickets that were released before their blocks were kept, and are remembered."""
+READ_AHEAD_SHARE = 0.25
+"""Share of the KV blocks that may be read from disk for sequences that are not admitted yet."""
 
 
 class KvFetch(NamedTuple):
@@ -47,8 +52,8 @@ class KvFetch(NamedTuple):
     source: object = None
     """`SchedulerRequest.kv_source`."""
     is_early: bool = False
-    """True if the request has not arrived yet: the other engine may compute the tokens meanwhile.
-    """
+    """True if no request has the blocks yet. Another engine may still compute the tokens; those on
+    disk are complete, and their request is queued."""
 
 
 class PrefetchRequest(NamedTuple):
@@ -71,6 +76,18 @@ class _Prefetch:
     ticket: int
     sequence: Sequence
     lease_end: float
+    is_complete: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _ReadAhead:
+    sequence: Sequence
+    """Waiting sequence whose blocks are read."""
+    first_token: int
+    num_tokens: int
+    """Tokens that are read from `first_token` on; 0 if memory had them all, or the read failed."""
+    seq: int
+    """Negative id of the sequence that stands for it; 0 if nothing is read."""
     is_complete: bool = False
 
 
@@ -113,13 +130,17 @@ class SchedulerTransfers:
         """By ticket, until their request arrives or they are released."""
         self.started_prefetches: dict[int, _Prefetch] = {}
         """Prefetches that have blocks, by the id of their sequence."""
+        self._read_ahead: dict[int, _ReadAhead] = {}
+        """By waiting sequence, until it is admitted or ends."""
+        self.num_tokens_read_ahead = 0
+        """Prompt tokens so far that were read ahead and used when their sequence was admitted."""
         self._released: list[KvFetch] = []
         """Fetches of no tokens, for prefetches whose source is needed no longer."""
         self._released_tickets: dict[int, None] = {}
         """Tickets that were released while nothing was kept or prefetched under them: their
         requests may run, or come later. The oldest are first."""
         self._num_prefetches = 0
-        """Prefetches so far."""
+        """Prefetches and sequences that were read ahead so far."""
         self._first_chunks: list[int] = []
         """Tickets of prompts whose first chunk is computed, which were not returned yet."""
         self._config = config
@@ -159,7 +180,7 @@ class SchedulerTransfers:
             sequences: all sequences of the scheduler, at least one.
         """
         holds = self._holds
-        if self._fetching or holds.num_revoked or self.readable.is_ending:
+        if self._fetching or self._kv_cache.loading or holds.num_revoked or self.readable.is_ending:
             return True
         for prefetch in list(self.started_prefetches.values()):
             self._remove(prefetch)
@@ -226,18 +247,33 @@ class SchedulerTransfers:
 
         A sequence starts, in the order of the ranks, if its whole prefill fits into the free blocks
         and the admission rule permits it. It overtakes a prompt only if that one is admitted and
-        still fits as well. Prefetches follow; expired ones are released.
+        still fits as well. Sequences that are read ahead follow, and prefetches; expired ones are
+        released.
 
         Called before `Scheduler.schedule`. Each fetch of at least one token is answered with
         `finish_fetch`.
         """
         fetches: list[KvFetch] = []
+        for seq, ahead in list(self._read_ahead.items()):
+            if not ahead.sequence.is_fetch_pending:
+                del self._read_ahead[seq]
         for sequence in list(self._pending):
             if not sequence.is_fetch_pending:
                 continue
+            earlier = self._read_ahead.get(sequence.seq)
+            if earlier is not None and not earlier.is_complete:
+                continue
+            has_run = sequence.has_run
             if not self._fits(sequence) or not self._filler.admit(sequence, now):
                 break
             self._pending.remove(sequence)
+            if earlier is not None:
+                del self._read_ahead[sequence.seq]
+                if not has_run:
+                    # What was read is a hit of the disk tier, not of the prefix cache in memory.
+                    num_read = _count_read(earlier, sequence)
+                    self.num_tokens_read_ahead += num_read
+                    self._counters.prefix_hits -= num_read
             first_token = sequence.num_scheduled_tokens
             if sequence.request.kv_source_tokens <= first_token:
                 # The prefix cache has all of these tokens.
@@ -247,6 +283,7 @@ class SchedulerTransfers:
                 self._queues.dequeue(sequence)
                 self._fetching[sequence.seq] = sequence
                 fetches.append(self._allocate(sequence))
+        fetches += self._start_reading_ahead()
         released, self._released = self._released, []
         fetches += released
         for prefetch in list(self._prefetches.values()):
@@ -280,6 +317,9 @@ class SchedulerTransfers:
         """
         self.fetches.pop(seq, None)
         self._cancelled_seqs.discard(seq)
+        if (loader := self._kv_cache.loading.get(seq)) is not None:
+            self._finish_reading_ahead(loader, is_ok)
+            return False
         if (prefetch := self.started_prefetches.get(seq)) is not None:
             prefetch.is_complete = prefetch.sequence.has_fetched_bytes = True
             if not is_ok or prefetch.sequence.is_freeing_blocks:
@@ -328,12 +368,14 @@ class SchedulerTransfers:
 
         Those with a fetch in flight have ended or are victims; `finish_fetch` is still due for
         them. The others have ended or were prefilled before their fetch began. Complete prefetches
-        that are victims are freed.
+        that are victims are freed. Negative ids are those of prefetches, and of sequences that are
+        read ahead for others that have ended, or while a decode lacks a block.
         """
         seqs = [sequence.seq for sequence in self._pending if not sequence.is_fetch_pending]
         if seqs:
             self._pending = [sequence for sequence in self._pending if sequence.is_fetch_pending]
         cancelled = [seq for seq, sequence in self._fetching.items() if sequence.is_freeing_blocks]
+        cancelled += self._find_useless_loads()
         for seq, prefetch in list(self.started_prefetches.items()):
             if not prefetch.sequence.is_freeing_blocks:
                 continue
@@ -365,6 +407,81 @@ class SchedulerTransfers:
             num_tokens = head.num_prefill_tokens - head.num_scheduled_tokens
             missing += kv_cache.num_missing_blocks(head, num_tokens)
         return missing <= kv_cache.block_pool.num_free_blocks
+
+    def _start_reading_ahead(self) -> list[KvFetch]:
+        """Return loads for sequences that wait for their admission, those of the best rank first.
+
+        Each sequence is read ahead once, as far as READ_AHEAD_SHARE and the free blocks permit
+        beside what the first waiting prompt needs and the share at which prefill pauses. What is
+        evicted again before the admission is read by the sequence itself.
+        """
+        kv_cache, head = self._kv_cache, self._queues.head
+        pool, size = kv_cache.block_pool, self._config.block_size
+        room = int(READ_AHEAD_SHARE * pool.num_blocks)
+        room -= sum(-(-ahead.num_tokens // size) for ahead in self._read_ahead.values())
+        num_reserved = 0
+        if head is not None and not head.is_fetch_pending and head.seq not in kv_cache.running:
+            num_reserved = kv_cache.num_admission_blocks(head)
+        fetches: list[KvFetch] = []
+        for sequence in self._pending:
+            request = sequence.request
+            is_possible = request.is_kv_on_disk and not sequence.num_preemptions
+            if not (is_possible and sequence.is_fetch_pending) or sequence.seq in self._read_ahead:
+                continue
+            shared = kv_cache.find_shareable_blocks(sequence)
+            first_token = len(shared) * size
+            num_left = -(-(request.kv_source_tokens - first_token) // size)
+            if num_left <= 0:
+                # Looked up once: queues may be long.
+                done = _ReadAhead(sequence, first_token, 0, 0, is_complete=True)
+                self._read_ahead[sequence.seq] = done
+                continue
+            spare = kv_cache.num_spare_blocks - pool.count_unreferenced(shared) - num_reserved
+            num_blocks = min(num_left, room, spare)
+            if num_blocks <= 0:
+                break
+            room -= num_blocks
+            num_tokens = min(num_blocks * size, request.kv_source_tokens - first_token)
+            fetches.append(self._read(sequence, shared, num_tokens))
+        return fetches
+
+    def _read(self, sequence: Sequence, shared: list[int], num_tokens: int) -> KvFetch:
+        """Return the load of tokens behind the shared blocks of a waiting sequence."""
+        self._num_prefetches += 1
+        seq, request = -self._num_prefetches, sequence.request
+        loader = Sequence(seq, request, sequence.token_ids[:], sequence.prompt_len)
+        first_token = len(shared) * self._config.block_size
+        self._kv_cache.start_loading(loader, shared, num_tokens)
+        self._read_ahead[sequence.seq] = _ReadAhead(sequence, first_token, num_tokens, seq)
+        # Prompts behind it need not wait for its load.
+        self._queues.dequeue(sequence)
+        block_ids = loader.block_ids[len(shared) :]
+        fetch = KvFetch(seq, first_token, num_tokens, block_ids, request.kv_source, is_early=True)
+        self.fetches[seq] = fetch
+        return fetch
+
+    def _finish_reading_ahead(self, loader: Sequence, is_ok: bool) -> None:
+        """Leave blocks that were read in the prefix cache; those of a failed load become free."""
+        ahead = self._read_ahead.get(loader.request.seq)
+        if ahead is None or not ahead.sequence.is_fetch_pending:
+            self._kv_cache.finish_loading(loader, None, is_ok)
+            return
+        ahead.is_complete = True
+        if not is_ok:
+            ahead.num_tokens = 0
+        self._kv_cache.finish_loading(loader, ahead.sequence, is_ok)
+        self._queues.enqueue(ahead.sequence)
+
+    def _find_useless_loads(self) -> list[int]:
+        """Return the loads in flight of sequences that wait no longer.
+
+        While a decode lacks a block, all of those that were begun ahead give theirs back.
+        """
+        loading = self._kv_cache.loading
+        if self._filler.is_decode_stalled:
+            return list(loading)
+        kept = {a.seq for a in self._read_ahead.values() if a.sequence.is_fetch_pending}
+        return [seq for seq in loading if seq not in kept]
 
     def _start_prefetch(self, prefetch: _Prefetch, now: float) -> list[KvFetch]:
         """Admit the sequence of a prefetch, which is in no queue; return its fetch if it fits."""
@@ -534,6 +651,12 @@ class SchedulerTransfers:
         if sequence is not None and sequence.is_freeing_blocks:
             self._finalize(sequence)
         self._holds.confirm(ticket)
+
+
+def _count_read(ahead: _ReadAhead, sequence: Sequence) -> int:
+    """Return the tokens that were read ahead, and that an admitted sequence has found in memory."""
+    num_found = sequence.num_scheduled_tokens - ahead.first_token
+    return max(0, min(num_found, ahead.num_tokens))
 
 
 def _is_same(own: Sequence, sequence: Sequence) -> bool:

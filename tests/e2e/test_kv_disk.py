@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -84,6 +85,29 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, cold: dict[str, 
         # Now it is in memory: nothing is read again.
         assert turn(server, conversation)[0] == cold["second"]
         assert value(server, "external_prefix_cache_hits_total") == num_cached
+        stop(server)
+
+
+def test_a_queued_conversation_is_read_while_another_one_has_the_only_place(
+    tmp_path: Path, cold: dict[str, Any]
+) -> None:
+    num_blocks = (len(PROMPT) + MAX_TOKENS - 1) // BLOCK_SIZE
+    with disk_server(tmp_path) as server:
+        turn(server, PROMPT)
+        wait_until_stored(server, num_blocks)
+        stop(server)
+    with disk_server(tmp_path, "--max-num-seqs", "1") as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": [5, 6, 7], "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        long = pool.submit(server.post, "/v1/completions", body)
+        wait_until(lambda: value(server, "num_requests_running") == 1)
+        conversation = pool.submit(turn, server, [*PROMPT, *cold["first"], 17, 18])
+        num_cached = num_blocks * BLOCK_SIZE
+        # A quarter of the 64 blocks, which the other conversation overwrites at its end.
+        wait_until(lambda: count_loads(server, "complete") == 1)
+        assert not long.done(), "the read has not waited for the place"
+        assert conversation.result() == (cold["second"], num_cached)
+        assert long.result()[0] == 200
+        wait_until(lambda: value(server, "external_prefix_cache_hits_total") == num_cached)
         stop(server)
 
 

@@ -9,14 +9,19 @@ from hypothesis import strategies as st
 from gllm.scheduler import return_times
 from gllm.scheduler.return_times import (
     AGE_EDGES,
+    BIN_SECONDS,
     FIRST_REQUEST,
     MAX_CLIENTS,
     MAX_CONVERSATIONS,
     NUM_BINS,
+    PRIOR_RATES,
     UNKNOWN_GROUP,
     ConversationGroup,
+    ReturnCounts,
     ReturnTimes,
     age_bin,
+    estimate_rates,
+    hazard_in,
     index_returns,
 )
 from tests.support.examples import num_examples
@@ -31,6 +36,11 @@ def pause_repeatedly(times: ReturnTimes, session: str, seconds: list[float], sta
         now += pause
         group = times.on_arrival("", session, [], now)
     return now
+
+
+def hazards_of(times: ReturnTimes, group: ConversationGroup, now: float) -> list[float]:
+    """Return the learned probability of a return in each bin."""
+    return [hazard_in(*pair) for pair in zip(times.rates(group, now), BIN_SECONDS, strict=True)]
 
 
 def test_without_observations_a_conversation_is_worth_less_the_longer_it_is_idle() -> None:
@@ -56,8 +66,8 @@ def test_kinds_of_conversations_are_told_apart_by_their_last_pause() -> None:
         pause = 600.0 if number % 2 else 5.0
         now = pause_repeatedly(times, f"s{number}", [pause] * 6, number)
     short, long = (
-        times.hazards(
-            ConversationGroup("", age_bin(pause) // return_times.BINS_PER_KIND), now + 1000
+        hazards_of(
+            times, ConversationGroup("", age_bin(pause) // return_times.BINS_PER_KIND), now + 1000
         )
         for pause in (5.0, 600.0)
     )
@@ -74,7 +84,7 @@ def test_conversations_that_do_not_return_count() -> None:
         times.on_end(group, f"s{number}", None, now)
         if number % 2:
             times.on_arrival("", f"s{number}", [], now + 3.0)
-    hazards = times.hazards(ConversationGroup("", FIRST_REQUEST), now + 100.0)
+    hazards = hazards_of(times, ConversationGroup("", FIRST_REQUEST), now + 100.0)
     assert 0.4 < hazards[age_bin(3.0)] < 0.55
 
 
@@ -152,17 +162,93 @@ def test_probabilities_and_values_are_bounded(
             assert times.num_clients <= 2
             assert times.num_idle == sum(len(c.idle) for c in times._clients.values())
         for group in {*groups.values(), UNKNOWN_GROUP}:
-            assert all(0 < hazard < 1 for hazard in times.hazards(group, now))
+            assert all(0 < hazard < 1 for hazard in hazards_of(times, group, now))
             assert all(0 < value < 10 for value in times.values(group, now))
 
 
-@given(hazards=st.lists(st.floats(0.001, 0.999), min_size=NUM_BINS, max_size=NUM_BINS))
-def test_the_value_is_at_least_the_rate_of_every_wait(hazards: list[float]) -> None:
+RATES = st.lists(st.floats(1e-6, 4.0), min_size=NUM_BINS, max_size=NUM_BINS)
+
+
+@given(rates=RATES)
+def test_the_value_is_at_least_the_rate_of_every_wait(rates: list[float]) -> None:
     """It is the best ratio over all times after which one could give up, one bin included."""
-    values = index_returns(hazards)
-    for index, (value, hazard) in enumerate(zip(values, hazards, strict=True)):
-        width = return_times.BIN_SECONDS[index]
-        assert value >= hazard / (width * (1 - hazard / 2)) * (1 - 1e-9)
+    values = index_returns(rates)
+    for index, (value, rate) in enumerate(zip(values, rates, strict=True)):
+        assert value >= rate
         if index + 1 < NUM_BINS:
             # Waiting longer helps only towards something better.
-            assert value <= max(hazard / (width * (1 - hazard / 2)), values[index + 1]) * (1 + 1e-9)
+            assert value <= max(rate, values[index + 1]) * (1 + 1e-9)
+
+
+@given(rates=RATES)
+def test_where_rates_do_not_rise_values_are_the_rates(rates: list[float]) -> None:
+    falling = sorted(rates, reverse=True)
+    for index in range(0, NUM_BINS - 1, 2):
+        falling[index + 1] = falling[index]
+    assert index_returns(falling) == falling
+
+
+def count_returns(seconds: list[float]) -> ReturnCounts:
+    counts = ReturnCounts()
+    for pause in seconds:
+        counts.observe(age_bin(pause), has_returned=True)
+    return counts
+
+
+NO_OPEN = [0] * NUM_BINS
+
+
+@settings(max_examples=num_examples(100, 3000), deadline=None)
+@given(
+    seconds=st.lists(st.floats(0, 1e4), max_size=60),
+    num_open=st.integers(0, 40),
+    last_open=st.integers(0, NUM_BINS),
+)
+def test_rates_are_positive_and_rise_beyond_chance_alone(
+    seconds: list[float], num_open: int, last_open: int
+) -> None:
+    open_counts = [num_open] * last_open + [0] * (NUM_BINS - last_open)
+    rates = estimate_rates(count_returns(seconds), open_counts, PRIOR_RATES)
+    assert len(rates) == NUM_BINS
+    assert all(0 < rate < 5 for rate in rates)
+    # A return in each of many bins is no sign that returns become more likely with the time.
+    each_once = count_returns([edge + 0.01 for edge in AGE_EDGES])
+    rates = estimate_rates(each_once, open_counts, PRIOR_RATES)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_rise_is_believed_after_a_few_returns_and_not_after_one() -> None:
+    believed = [
+        estimate_rates(count_returns([30.0] * count), NO_OPEN, PRIOR_RATES)[age_bin(30.0)]
+        > 2 * PRIOR_RATES[age_bin(30.0)]
+        for count in range(20)
+    ]
+    assert not any(believed[:2])
+    assert all(believed[8:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pauses_without_memory_and_equal_kinds_keep_the_order_of_lru(seed: int) -> None:
+    """Exponential pauses: the rate is the same at all times, and whatever the last pause was."""
+    rng, times = Random(seed), ReturnTimes()
+    for number in range(40):
+        pauses = [rng.expovariate(1 / 30) for _ in range(9)]
+        now = pause_repeatedly(times, f"s{number}", pauses, float(number))
+    values = [
+        times.values(ConversationGroup("", kind), now)
+        for kind in range(NUM_BINS // return_times.BINS_PER_KIND)
+    ]
+    assert values[0] == sorted(values[0], reverse=True)
+    assert all(other == values[0] for other in values)
+    first = times.values(ConversationGroup("", FIRST_REQUEST), now)
+    assert first == sorted(first, reverse=True)
+
+
+def test_single_requests_say_nothing_about_conversations_that_have_returned() -> None:
+    times = ReturnTimes()
+    for number in range(400):
+        times.on_end(times.on_arrival("", f"s{number}", [], number), f"s{number}", None, number)
+    now = pause_repeatedly(times, "agent", [30.0], 400.0)
+    returned = times.values(ConversationGroup("", age_bin(30.0) // return_times.BINS_PER_KIND), now)
+    first = times.values(ConversationGroup("", FIRST_REQUEST), now)
+    assert all(returned[index] > 3 * first[index] for index in range(age_bin(30.0) + 1))

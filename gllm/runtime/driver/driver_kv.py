@@ -87,6 +87,8 @@ class DriverKv:
         self._decisions: dict[str, FetchDecision] = {}
         """Decisions on fetches, by the engine that has the blocks."""
         self._bytes_per_token = 0.0
+        self._num_tokens_read_ahead = 0
+        """Tokens of `SchedulerTransfers` that are reported as hits."""
 
     @property
     def is_active(self) -> bool:
@@ -186,7 +188,7 @@ class DriverKv:
         """Let all machines read blocks from disk, or let the scheduler compute their tokens."""
         assert self.disk is not None
         first_block = fetch.first_token // self._scheduler.config.block_size
-        keys = source.keys[first_block:]
+        keys = source.keys[first_block : first_block + len(fetch.block_ids)]
         cause = "some blocks are not on disk any more"
         if self.disk.has_all(keys):
             if not self._is_worth(fetch, source.engine, now):
@@ -222,6 +224,8 @@ class DriverKv:
             self._report(self._totals)
             self._totals = _NOTHING
         if self.disk is not None:
+            self.disk.count_hits(transfers.num_tokens_read_ahead - self._num_tokens_read_ahead)
+            self._num_tokens_read_ahead = transfers.num_tokens_read_ahead
             self.disk.update(now)
             if (totals := self.disk.pop_totals()) is not None:
                 self._report(totals)
@@ -311,10 +315,13 @@ class DriverKv:
         disk = self.disk if isinstance(fetch.source, DiskSource) else None
         if message.is_ok:
             if disk is not None:
-                disk.on_loaded(fetch.num_tokens, num_bytes, message.seconds)
+                # What is read ahead is a hit when its request is admitted.
+                num_hit_tokens = 0 if fetch.is_early else fetch.num_tokens
+                disk.on_loaded(num_hit_tokens, num_bytes, message.seconds)
             else:
                 self._totals += kv_transfer.KvTransferTotals(1, 0, num_bytes, message.seconds)
-            if not fetch.is_early:
+            # An engine may have had to compute what was fetched early.
+            if disk is not None or not fetch.is_early:
                 assert isinstance(fetch.source, handoff.KvSource | DiskSource)
                 decision = self._decisions.setdefault(fetch.source.engine, FetchDecision())
                 decision.observe(num_bytes, message.seconds, self._clock())

@@ -246,6 +246,11 @@ class DriverKvDisk(OffloadListener):
             num_hit_tokens=num_tokens, num_loads=1, num_read_bytes=num_bytes, read_seconds=seconds
         )
 
+    def count_hits(self, num_tokens: int) -> None:
+        """Count tokens that were read before their request was admitted, and used by it."""
+        if num_tokens:
+            self._totals += KvDiskTotals(num_hit_tokens=num_tokens)
+
     def on_load_failed(self) -> None:
         """Count a load that has failed."""
         self._totals += KvDiskTotals(num_failed_loads=1)
