@@ -246,7 +246,7 @@ class ClusterHead:
 
     @property
     def num_losses(self) -> int:
-        """Losses of nodes, each time counted."""
+        """Number of times that a node was lost; a node that was lost twice counts twice."""
         return sum(record.num_losses for record in self.hub.membership.nodes.values())
 
     @property

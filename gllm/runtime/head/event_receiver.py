@@ -411,7 +411,7 @@ class EventReceiver:
     def on_node_lost(
         self, session: AgentSession, cause: str, is_death: bool, has_left: bool
     ) -> None:
-        """Handle the end of a session."""
+        """Handle the end of a node's session, as `NodeListener.on_node_lost` specifies."""
         remote = self._group.remotes.get(session.name)
         if remote is None or remote.session is not session:
             return

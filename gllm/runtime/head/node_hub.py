@@ -153,8 +153,8 @@ class NodeListener(Protocol):
         """Handle the end of a session.
 
         Args:
-            session: it has ended.
-            cause: description.
+            session: session with the node's agent, which has ended.
+            cause: description of the loss, for logs.
             is_death: True if the agent has closed the connection without a message, so that its
                 process has probably died.
             has_left: True if the agent has ended its membership by itself.

@@ -567,8 +567,10 @@ class Executor(ABC):
         layers = self._whole_model.layers
         return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
 
-    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
-        """Count each step's computed layers in shared memory, to send KV blocks layer by layer.
+    def share_layer_progress(self, kv_memory: int, layout: KvLayout) -> None:
+        """Publish in shared memory how many layers of each step are computed (`LayerProgress`).
+
+        The KV mover reads it to send the KV blocks of a prompt layer by layer.
 
         Args:
             kv_memory: descriptor of the file of the KV cache, as in `allocate`.

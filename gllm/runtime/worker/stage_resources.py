@@ -322,7 +322,7 @@ class StageResources:
                 self.kv_layout = executor.describe_kv_cache(model)
                 is_pushed = self._assignment.config.scheduler.push_threshold is not None
                 if is_pushed or executor.num_staging_blocks:
-                    executor.count_layers(kv_memory, self.kv_layout)
+                    executor.share_layer_progress(kv_memory, self.kv_layout)
                 if executor.num_staging_blocks:
                     self._copying = ThreadPoolExecutor(1, "kv-copies", executor.bind_thread)
             self.backend.prepare_steps()

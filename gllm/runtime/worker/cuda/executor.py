@@ -270,13 +270,15 @@ class CudaExecutor(Executor):
         layout = describe_layout(model, self.layers, layers, *ranks, self._staged)
         return msgspec.structs.replace(layout, is_staged=True)
 
-    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
-        """Count copied layers in shared memory, and begin to copy KV blocks.
+    def share_layer_progress(self, kv_memory: int, layout: KvLayout) -> None:
+        """Publish in shared memory how many layers of each copy to staging blocks are done.
+
+        Prepares `copy_kv_blocks`. The arguments are those of `Executor.share_layer_progress`.
 
         Raises:
             FieldError: the staging blocks cannot be pinned.
         """
-        super().count_layers(kv_memory, layout)
+        super().share_layer_progress(kv_memory, layout)
         progress, staged, first = self._progress, self._staged, self.layers.start
         assert progress is not None
         assert staged is not None, "the staging blocks are allocated before"
@@ -302,7 +304,7 @@ class CudaExecutor(Executor):
         self._stager.copy(command)
 
     def available_bytes(self, utilization: float, block_size: int, graph_rows: int) -> int:
-        """Return the bytes for KV blocks, without the memory of the largest step and of the graphs.
+        """Return the bytes of memory for KV blocks, less those of the largest step and CUDA graphs.
 
         Has to be called after `reserve` and before `allocate`.
 
