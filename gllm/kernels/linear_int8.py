@@ -226,7 +226,7 @@ def _pack(
 
     Args:
         weight_shape: numbers of outputs and inputs.
-        device: of the result.
+        device: device of the result.
         read: returns the codes int8, padded to whole groups of inputs, and the scales of the
             outputs from one index up to another, which may be beyond the last one.
 

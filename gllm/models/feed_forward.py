@@ -51,7 +51,7 @@ class MLP:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the output [tokens, hidden] of x [tokens, hidden].
 
-        out: see Linear; `down_proj` writes to it.
+        out: as in `Linear`; `down_proj` writes to it.
         """
         if isinstance(self.up_proj, GatedMatrix):
             return scale(self.down_proj(gated_linear(x, self.up_proj), out), self.output_scale)

@@ -31,7 +31,7 @@ def use_large_pages(parts: Iterable[object], ranks: Ranks) -> int:
 
     Args:
         parts: modules, or tuples of them.
-        ranks: of the modules.
+        ranks: ranks of the modules.
 
     Returns:
         Bytes of memory that are in large pages now.

@@ -315,7 +315,7 @@ class DecoderLayers:
 
         Args:
             tokens: largest number of tokens.
-            dtype: of the residual stream.
+            dtype: dtype of the residual stream.
             kv: KV cache of each layer.
             embeddings: per-layer embedding of a step; None if the model has none.
 

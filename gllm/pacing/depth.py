@@ -272,7 +272,7 @@ class DepthController:
             times: measured times of the pipeline.
             num_decoding: number of decoding sequences (#RD), as a mean over the last seconds.
             now: time in seconds.
-            is_mixed: see Pace.
+            is_mixed: as in `Pace`.
             min_depth: lower limit of the depth, for what is not in `times`.
 
         Returns:

@@ -60,8 +60,8 @@ def root_hash(cache_salt: str, secret: bytes = b"") -> bytes:
     It depends on the request's cache salt, so prompts share cached blocks only within one salt.
 
     Args:
-        cache_salt: of the request.
-        secret: see `chain_hashes`.
+        cache_salt: cache salt of the request.
+        secret: as in `chain_hashes`.
     """
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=secret).digest()
 

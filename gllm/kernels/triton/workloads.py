@@ -167,7 +167,7 @@ def prepare_experts(
         sizes: number of experts, of selected experts, hidden size, intermediate size.
         element: bytes per element of the activations in the products.
         table: "experts", or "experts_fp8" and "experts_grouped" with weights in FP8 or of 4 bits.
-        device: of the tensors.
+        device: device of the tensors.
     """
     count, top_k, hidden, inner = sizes
     dtype = torch.float32 if element == 4 else torch.bfloat16

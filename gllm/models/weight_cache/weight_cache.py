@@ -71,7 +71,7 @@ class WeightCache:
             facts: everything but the files and `describe` that decides how weights are packed, such
                 as the dtype, by name.
             describe: returns all of the model's specification that decides a part, by its index.
-            ranks: of the modules that `load` returns.
+            ranks: ranks of the modules that `load` returns.
 
         Raises:
             ModelError: the model's files are missing or damaged.
@@ -105,7 +105,7 @@ class WeightCache:
         """Map a part.
 
         Args:
-            index: of the part, as for `describe`.
+            index: index of the part, as for `describe`.
 
         Returns:
             The part and the bytes of its weights; None if it has to be read from the model.
@@ -137,7 +137,7 @@ class WeightCache:
         """Write a part that was read from the model.
 
         Args:
-            index: of the part.
+            index: index of the part.
             part: the modules.
             weight_bytes: size that counts as that of its weights.
 

@@ -16,7 +16,7 @@ def shrink_entries(
     Blocks, layers and heads stay, so that transfers consist of the same parts.
 
     Args:
-        layers: of a stage.
+        layers: layers of a stage.
         model_layers: all layers of the model.
     """
     factor = math.gcd(*(size for layer in model_layers for size in _sizes(layer.attention)))

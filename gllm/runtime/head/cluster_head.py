@@ -66,13 +66,13 @@ class ClusterHead:
         """Create the head of a cluster that nobody has joined.
 
         Args:
-            config: of the nodes; `nnodes` and the address are resolved.
+            config: configuration of the nodes; `nnodes` and the address are resolved.
             secret_file: file of the node secret; None without encryption, on loopback only.
-            facts: of this machine, which the agents have to share.
+            facts: facts about this machine, which the agents have to share.
             degrees: ranks of each stage of the engine.
             recovery_timeout: time in seconds after which agents without a head end.
             make_links: creates the data mover of this machine; None for a process.
-            freeze_timeout: see LinkChild.
+            freeze_timeout: as in `LinkChild`.
 
         Raises:
             ValueError: the address, the secret or the number of stages cannot be used.
@@ -139,7 +139,7 @@ class ClusterHead:
         """Connect the nodes that have joined to an engine that starts.
 
         Args:
-            context: of the head's process, for sessions with the driver.
+            context: ZeroMQ context of the head's process, for sessions with the driver.
             supervisor: runs the engine's workers.
             receiver: handles messages of the agents, and nodes that join, leave or are lost.
         """
@@ -186,7 +186,7 @@ class ClusterHead:
     def reports(self, stages: Mapping[str, list[int]]) -> list[NodeReport]:
         """Return the state of each node, this one first.
 
-        stages: of each node, by its name in placements.
+        stages: stages of each node, by its name in placements.
         """
         head = report_head(
             self.name,

@@ -467,7 +467,7 @@ class EventReceiver:
         """Report a node that has joined or returned.
 
         Args:
-            session: of its agent.
+            session: session of its agent.
             workers: living workers of an earlier session that it keeps; their instances are closed.
             is_spare: True if it shall get stages only when others are lost.
         """

@@ -143,7 +143,7 @@ class Node(ABC):
         """Make this machine's workers measure their speed, or load layers while their stage serves.
 
         Args:
-            assignment: with `is_probe`, or with the number of a planned change.
+            assignment: assignment with `is_probe`, or with the number of a planned change.
             folder: folder of the model.
             node: the only machine whose workers prepare; None for all.
         """
@@ -226,7 +226,7 @@ class Node(ABC):
         """Return new edges, and a new region for each stage with several ranks.
 
         Args:
-            assignment: of the next epoch.
+            assignment: assignment of the next epoch.
             files: closes the descriptors in this process.
 
         Raises:
@@ -301,8 +301,8 @@ class Node(ABC):
         """Connect this machine's end of an edge to another machine.
 
         Args:
-            assignment: of the next epoch.
-            number: of the edge.
+            assignment: assignment of the next epoch.
+            number: number of the edge.
             edge: files of this machine's end.
             nodes: machine that sends, machine that receives.
 

@@ -87,7 +87,7 @@ class TwoLaneQueue:
     def __init__(self, receivers: Sequence[Receiver]) -> None:
         """Create an empty queue.
 
-        receivers: of the lanes; none on the first stage, where steps need no activations.
+        receivers: receivers of the lanes; none on the first stage, where steps need no activations.
         """
         self._receivers = receivers
         self._order = LaneOrder()
@@ -163,15 +163,15 @@ class StageRunner:
         """Start the threads.
 
         Args:
-            executor: with its KV cache allocated.
-            receivers: of the lanes of the edge from the previous stage; none on the first stage.
-            senders: of the lanes of the edge to the next stage; none on the last stage.
+            executor: executor with its KV cache allocated.
+            receivers: receivers from the previous stage, one per lane; empty on the first stage.
+            senders: senders to the next stage, one per lane; empty on the last stage.
             on_result: called on the event loop with the messages for the driver.
             on_error: called on the event loop with the error that ends the stage; with
                 GroupClosedError if another rank has ended it.
             min_step_seconds: sleep until a step has taken this long.
             slowdown: sleep until a step has taken this many times as long as it did.
-            groups: of all ranks of the stage; None where it has one rank.
+            groups: groups of all ranks of the stage; None where it has one rank.
         """
         self.num_steps = 0
         """Steps computed."""

@@ -64,10 +64,11 @@ class StageLoader:
         """Create a loader that has not started.
 
         Args:
-            assignment: of the stage.
+            assignment: assignment of the stage.
             on_progress: called on the loading thread with the bytes loaded and in total.
-            previous: of a closed instance, and of layers that were prepared for this one.
-            running: of the instance that computes meanwhile, with which layers are shared.
+            previous: loaders of a closed instance and of layers that were prepared for this one,
+                whose layers are reused.
+            running: loader of the instance that computes meanwhile, with which layers are shared.
         """
         self._assignment = assignment
         self._on_progress = on_progress
@@ -245,7 +246,7 @@ class StageResources:
             assignment: its descriptors belong to the resources from now on.
             on_progress: called on the loading thread with the bytes loaded and in total.
             on_error: called on any thread with the error that ends the stage.
-            previous: of a closed instance, whose weights are taken over.
+            previous: resources of a closed instance, whose weights are reused.
             prepared: layers that were loaded for this instance; None for none.
         """
         self.runner: StageRunner | None = None
