@@ -20,7 +20,7 @@ SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 COLLAPSE = 25
 """MADV_COLLAPSE of Linux 6.1 and later, which Python's mmap does not name."""
 MIN_SHARE = 0.5
-"""Share of a large page that weights must take: the rest may be memory that nobody has used."""
+"""Share of a large page that weights must take: the rest may be unused memory."""
 
 
 def use_large_pages(parts: Iterable[object], ranks: Ranks) -> int:

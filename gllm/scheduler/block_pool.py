@@ -39,7 +39,7 @@ def chain_hashes(
         parent: hash of the block before the first one.
         token_ids: tokens of the blocks; their number is a multiple of `block_size`.
         block_size: tokens per block.
-        secret: key of a keyed hash, which nobody can compute without it; empty for the hashes of
+        secret: key of a keyed hash, which cannot be computed without it; empty for the hashes of
             the prefix cache in memory, which routers compute too.
     """
     # Converting all tokens at once takes half the time of doing so per block.

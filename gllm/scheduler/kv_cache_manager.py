@@ -69,7 +69,7 @@ class KVCacheManager:
         """Hashes of adopted blocks whose tokens no sequence has had yet, so that no event had them.
         """
         self.event_log: CacheEventLog | None = None
-        """Changes of the prefix cache since the last report; None if nobody watches."""
+        """Changes of the prefix cache since the last report; None if they are not reported."""
         self._num_reserved_blocks = math.ceil(config.kv_threshold * config.num_blocks)
 
     @property

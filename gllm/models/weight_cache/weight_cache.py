@@ -153,7 +153,7 @@ class WeightCache:
             log.debug("a part of the model stays out of the weight cache: %s", error)
             return part
         if read_file_status(self._model_folder) != self._files_status:
-            # They are being replaced: nobody knows of which the part is.
+            # They are being replaced: the part may be of the old or the new files.
             return part
         kernels = _kernels_of(encoded.dtypes)
         header = PartHeader(key, kernels, weight_bytes, 0, "", encoded.tree)

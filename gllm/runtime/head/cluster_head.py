@@ -63,7 +63,7 @@ class ClusterHead:
         make_links: Callable[..., LinkProcess] | None = None,
         freeze_timeout: float = FREEZE_SECONDS,
     ) -> None:
-        """Create the head of a cluster that nobody has joined.
+        """Create the head of a cluster without members.
 
         Args:
             config: configuration of the nodes; `nnodes` and the address are resolved.
@@ -267,7 +267,7 @@ class ClusterHead:
 
         Args:
             cause: reason for the agents' logs.
-            is_failure: True if the agents shall exit with 1.
+            is_failure: True if the agents have to exit with status 1.
         """
         if self._is_stopped:
             return

@@ -469,7 +469,7 @@ class EventReceiver:
         Args:
             session: session of its agent.
             workers: living workers of an earlier session that it keeps; their instances are closed.
-            is_spare: True if it shall get stages only when others are lost.
+            is_spare: True if it gets stages only when other nodes are lost.
         """
         name, join = session.name, session.join
         threads = configured_threads(self._hub.facts.config, join.config)

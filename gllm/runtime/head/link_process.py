@@ -164,7 +164,7 @@ class LinkChild:
             inherited.close()
         self._channel = own
         self._listening = loop.create_future()
-        # An error that nobody waits for is logged by `_on_exit`.
+        # An error that no task waits for is logged by `_on_exit`.
         self._listening.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.process.watch(self._on_exit)
         loop.add_reader(own.fileno(), self._read)
@@ -224,7 +224,7 @@ class LinkChild:
         if cause:
             text = f"the data port {self.identity.listen} cannot be bound: {cause}"
             self._listening.set_exception(OSError(text))
-            # Another process tries again later: nobody can connect to this one.
+            # Another process tries again later: no peer can connect to this one.
             self.kill()
             return
         self._listening.set_result(port)

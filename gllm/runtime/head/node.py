@@ -106,7 +106,7 @@ class Node(ABC):
 
     @abstractmethod
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process; None if it has exited or has none of its own."""
+        """Return the state of a worker's process; None if it has exited or is unknown."""
 
     @abstractmethod
     def dump_stacks(self, sender: int) -> None:
@@ -425,7 +425,7 @@ class LocalNode(Node):
             self.workers[sender].process.kill()
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process; None if it has exited or has none of its own."""
+        """Return the state of a worker's process; None if it has exited or is unknown."""
         if sender not in self.workers:
             return None
         usage = self.workers[sender].process.read_usage()

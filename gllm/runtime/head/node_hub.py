@@ -420,7 +420,7 @@ class NodeHub:
 
         Args:
             cause: reason for the agents' logs.
-            is_failure: True if the agents shall exit with 1.
+            is_failure: True if the agents have to exit with status 1.
         """
         self.listener, self._is_stopping = None, True
         self.broadcast(nodes.LeaveCluster(cause, is_failure))

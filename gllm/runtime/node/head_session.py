@@ -58,7 +58,7 @@ class AgentConfig:
     rank: int | None = None
     """Node rank; None for a machine that joins without one."""
     is_spare: bool = False
-    """True if the machine shall get stages only when another one is lost."""
+    """True if the machine gets stages only when another one is lost."""
     model_hash: str = ""
     """Digest of the model; empty if the machine learns the model from the head."""
     engine_config: bytes = b""

@@ -129,7 +129,7 @@ class TwoLaneQueue:
 
     def _wait(self) -> None:
         """Wait for a new step, or for activations of the oldest steps."""
-        # Only of lanes with a step: an event that nobody reads would end every wait.
+        # Only of lanes with a step: an event that is not read would end every wait.
         waiting = {
             receiver.event: lane
             for lane, receiver in enumerate(self._receivers)
@@ -308,7 +308,7 @@ class StageRunner:
             self._executor.bind_thread()
             run()
         except BaseException as error:
-            # Whatever fails because the stage is being closed concerns nobody.
+            # Errors that closing the stage causes are not reported.
             if not self.is_closed:
                 self._loop.call_soon_threadsafe(self._on_error, error)
             self._cancel_groups()
@@ -368,7 +368,7 @@ class StageRunner:
             self._report_slow_step(plan, begin, end)
         if sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
-        # Last, so that nobody waits for it. A block without its checksum is computed again.
+        # Last, so that no other stage waits for it. A block without its checksum is computed again.
         self._executor.store_checksums(batch)
 
     def _begin(self, plan: StepPlan, batch: Batch | str) -> torch.Tensor | None:

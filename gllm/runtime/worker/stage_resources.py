@@ -116,7 +116,7 @@ class StageLoader:
         Raises:
             ModelError: the folder does not have them.
             FieldError: weights, KV cache or attention cannot be as configured.
-            LoadCancelledError: nobody needs them any more.
+            LoadCancelledError: the weights are no longer needed.
         """
         assignment = self._assignment
         folder, num_gpus = Path(assignment.model_folder), count_gpus(assignment.config.device)
@@ -165,7 +165,7 @@ class StageLoader:
         """Report progress.
 
         Raises:
-            LoadCancelledError: nobody needs the weights any more.
+            LoadCancelledError: the weights are no longer needed.
         """
         if self._is_cancelled:
             raise LoadCancelledError
