@@ -39,14 +39,14 @@ class InlinePipeline:
             is_dry: Use the CPU.
             options: Fields of EngineConfig.
         """
-        self._queues: DeviceRuntime = HostQueues() if is_dry else CudaRuntime()
+        self._runtime: DeviceRuntime = HostQueues() if is_dry else CudaRuntime()
         config = read_config(DEMO)
         engine = EngineConfig.from_options(
             str(DEMO), max_model_len=LONGEST, pipeline_parallel_size=stages, **options
         )
         self._config = engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST)
         self._executors = [
-            CudaExecutor(config, engine, stages, layers, self._queues)
+            CudaExecutor(config, engine, stages, layers, self._runtime)
             for layers in split_layers(config.model, stages)
         ]
         for executor in self._executors:
@@ -107,7 +107,7 @@ class InlinePipeline:
         """
         with executor.stream.current():
             copied = output.clone()
-        sent = self._queues.event()
+        sent = self._runtime.event()
         executor.stream.record(sent)
         self._executors[self._executors.index(executor) + 1].stream.wait(sent)
         return copied

@@ -220,7 +220,7 @@ class Executor(CudaExecutor):
                 hidden = self._stage.forward(there.stage, None, self._cache.layers)
                 logits = self._stage.compute_logits(hidden[: batch.num_tokens])
         self._staging.release(self.stream)
-        self._queues.synchronize()
+        self._runtime.synchronize()
         return logits
 
 

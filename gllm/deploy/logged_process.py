@@ -38,7 +38,7 @@ class LoggedProcess:
         """
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.end_signal: signal.Signals | None = None
-        """Signal that ends the process; None while it shall run."""
+        """Signal that ends the process; None while it should run."""
         self._on_line = on_line
         self._kill_seconds = kill_seconds
         self._process: ChildProcess | None = None

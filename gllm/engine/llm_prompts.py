@@ -67,7 +67,7 @@ def convert_params(
     """Return the sampling parameters of each prompt.
 
     Args:
-        params: of all prompts, or one for each; None for the defaults.
+        params: parameters of all prompts, or one for each; None for the defaults.
         defaults: the model's own sampling parameters.
         num_prompts: number of prompts.
 

@@ -61,7 +61,7 @@ class PipelineBackend:
             planner: divides the layers among the stages.
             logs: level and format of the workers' logs.
             shows_progress: show a progress bar while the weights load.
-            node: with worker processes that were started before; None to start them.
+            node: node with worker processes that were started before; None to start them.
             nodes: machines of the engine, with the head's address; None for this one alone.
             node_secret_file: file of the secret that the machines share.
 

@@ -149,11 +149,11 @@ class TextEngine:
         Args:
             backend: computes the requests.
             name: public name of the model.
-            folder: with the model's tokenizer.
+            folder: folder with the model's tokenizer.
             model: the model's configuration.
             max_model_len: most tokens of prompt and output together.
             chat_template: file with the chat template; None for the model's own.
-            seed: of the seeds of requests without one; None for random seeds.
+            seed: seed for sampling the seeds of requests without one; None for random seeds.
             grammars: compiles grammars; None for a compiler of this model.
         """
         self._backend = backend

@@ -61,7 +61,7 @@ class RankGroup(Protocol):
             partial: this rank's part [rows, width], float32 or `dtype`; from `partial` or any other
                 tensor.
             bias: [width], float32 or `dtype`.
-            dtype: of the result.
+            dtype: dtype of the result.
         """
 
     def maximum(self, values: Tensor) -> Tensor:

@@ -176,8 +176,8 @@ def default_backend(dtype: torch.dtype, device: torch.device) -> str:
     """Return the name of the attention backend to use when none was configured.
 
     Args:
-        dtype: of the queries and the KV cache.
-        device: of the tensors.
+        dtype: dtype of the queries and the KV cache.
+        device: device of the tensors.
     """
     if device.type != "cpu":
         return "triton"

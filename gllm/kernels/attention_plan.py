@@ -64,7 +64,9 @@ class GatherIndices:
     """Indices and masks for the torch backend, which gathers keys and values from the KV cache."""
 
     decodes: list[DecodeGroup]
+    """Decodes of the step, grouped by context length."""
     chunks: list[PrefillChunk]
+    """Prefill tokens of the step, one or more chunks per sequence."""
     causal: Tensor
     """[queries, queries - 1 + keys] of the compute dtype, for the longest slice and context: 0 on
     and below the diagonal that starts at [0, keys - 1] and within the window, -inf elsewhere. The
@@ -142,16 +144,17 @@ class AttentionPlan:
     """Attention metadata of a step, shared by all layers with the same window."""
 
     rows: PagedBatch
+    """Block tables and lengths of the sequences, in host memory."""
     slots: Tensor
     """[tokens] int64: slot that the key and value of each token are written to."""
     window: AttentionWindow
-    """Tokens visible to a token."""
+    """Keys that a token attends to; None for all up to its own position."""
     backend: str
-    """Name in attention_backends.BACKENDS, whose `reads` names the field that is set below."""
+    """Name of the attention backend, a key of attention_backends.BACKENDS."""
     gathers: GatherIndices | None = None
-    """Set for backends that read gathers."""
+    """Input of backends whose `reads` is "gathers"; None for others."""
     tables: DeviceBlockTables | None = None
-    """Set for backends that read tables, on the device of the tensors of the step."""
+    """Input of backends whose `reads` is "tables", on the device of the step; None for others."""
 
 
 def plan_attention(

@@ -133,7 +133,7 @@ def _symmetric_mask(queries: range, num_keys: int, window: SymmetricWindow, like
     Args:
         queries: positions of the queries among the keys.
         num_keys: number of keys.
-        window: of the layer.
+        window: attention window of the layer.
         like: a tensor of the mask's dtype and device.
     """
     mask = like.new_zeros(len(queries), num_keys)

@@ -1,7 +1,7 @@
 """Checksums of KV blocks: 64 bits over the bytes of a block's first slots in all layers of a stage.
 
-They tell damaged or half-written slots from complete ones, without cryptographic strength: nobody
-chooses the bytes to deceive.
+They tell damaged or half-written slots from complete ones, without cryptographic strength: no
+attacker chooses the bytes.
 """
 
 from collections.abc import Iterator, Sequence

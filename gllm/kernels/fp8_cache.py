@@ -12,7 +12,7 @@ def select_converted(cached: Tensor, indices: Tensor, dtype: torch.dtype) -> Ten
     Args:
         cached: [n, ...] in FP8 or another dtype.
         indices: [m] int64, in the first dimension of `cached`.
-        dtype: of the result [m, ...].
+        dtype: dtype of the result [m, ...].
     """
     if cached.dtype != torch.float8_e4m3fn:
         return cached.index_select(0, indices).to(dtype)

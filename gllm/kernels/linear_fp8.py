@@ -80,13 +80,14 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
 def prepare_fp8(
     codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Fp8Matrix:
-    """Build an FP8 weight from codes [outputs, inputs] float8_e4m3fn and their scales.
+    """Build an FP8 weight from float8_e4m3fn codes and their scales.
 
     Args:
-        codes: one per element.
-        scales: finite and not negative: one per block; without blocks one, or one per output.
-        block: outputs and inputs per block.
-        dtype: of the floats that the weight represents.
+        codes: FP8 value of each weight before scaling, [outputs, inputs].
+        scales: factors of the codes, finite and not negative. With blocks: [block rows, block
+            columns]. Without: one element for the whole weight, or one per output.
+        block: (outputs, inputs) of a block that shares a scale; None without blocks.
+        dtype: dtype of the dequantized weight.
 
     Raises:
         ValueError: the scales have another shape or are not valid.

@@ -58,7 +58,8 @@ class Int8Matrix:
 
     format: ClassVar[str] = "int8"
     codes: Tensor
-    """[panels, padded / GROUP_INPUTS, PANEL_OUTPUTS, GROUP_INPUTS] int8; padding is 0."""
+    """[panels, groups, PANEL_OUTPUTS, GROUP_INPUTS] int8: `groups` is inputs / GROUP_INPUTS,
+    rounded up; padding is 0."""
     scales: Tensor
     """[panels * PANEL_OUTPUTS] float32."""
     offsets: Tensor
@@ -155,8 +156,8 @@ def row_magnitudes(x: Tensor) -> Tensor:
 def quantize_rows(x: Tensor, magnitudes: Tensor | None = None) -> QuantizedRows:
     """Quantize x [rows, size] to 8-bit integers, each row scaled by its largest absolute value.
 
-    magnitudes: [rows] float32: largest absolute values of the whole rows, if x has only this rank's
-    columns of them.
+    magnitudes: [rows] float32: largest absolute values of the rows on all tensor parallel ranks, if
+    x has only the columns of this rank; None to compute them from x.
     """
     x = make_contiguous(x)
     rows, size = x.shape
@@ -225,7 +226,7 @@ def _pack(
 
     Args:
         weight_shape: numbers of outputs and inputs.
-        device: of the result.
+        device: device of the result.
         read: returns the codes int8, padded to whole groups of inputs, and the scales of the
             outputs from one index up to another, which may be beyond the last one.
 

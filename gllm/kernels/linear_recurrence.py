@@ -37,7 +37,7 @@ def linear_recurrence(
     """Update the states by the tokens of a step and return the outputs.
 
     Args:
-        inputs: of the tokens.
+        inputs: projected inputs of the tokens.
         parameters: weights and constants.
         states: [slots, heads, key_dim, value_dim] float32; updated in place.
         plan: states of the step.

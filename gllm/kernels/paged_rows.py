@@ -12,7 +12,7 @@ def gather_rows(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         cache: [blocks, block_size, kv_heads, elements].
         slots: [n] int64: block id * block_size + offset in the block.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     flat = cache.flatten(0, 1)
     if cache.dtype == torch.float8_e4m3fn:

@@ -16,13 +16,13 @@ class RecurrenceInputs:
     """Inputs of a linear recurrence for the tokens of a step; rows may be apart in memory."""
 
     query: Tensor
-    """[tokens, key_heads, key_dim]; each serves heads / key_heads neighbouring heads."""
+    """[tokens, key_heads, key_dim]; Mamba's C. Each serves heads / key_heads neighbouring heads."""
     key: Tensor
-    """[tokens, key_heads, key_dim]."""
+    """[tokens, key_heads, key_dim]; Mamba's B."""
     value: Tensor
-    """[tokens, heads, value_dim]."""
+    """[tokens, heads, value_dim]; Mamba's x."""
     step: Tensor
-    """[tokens, heads], or [tokens, heads, key_dim] for a decay of each element of the key; before
+    """[tokens, heads], or [tokens, heads, key_dim] for a decay per key element; Mamba's dt before
     the bias and softplus."""
     beta: Tensor | None
     """[tokens, heads]: update rate of the delta rule, before the sigmoid; None for the selective
@@ -34,11 +34,11 @@ class RecurrenceParameters:
     """Weights and constants of a linear recurrence."""
 
     rate: Tensor
-    """[heads] float32: logarithm of the decay for a step of 1; negative."""
+    """[heads] float32: logarithm of the decay for a step of 1, negative; Mamba's A."""
     bias: Tensor
     """Bias of the step, float32: [heads], or [heads, key_dim]."""
     skip: Tensor | None = None
-    """[heads] float32: factor of the value that is added to the output; None for none."""
+    """[heads] float32: factor of the value added to the output, Mamba's D; None for none."""
     min_step: float = 0.0
     max_step: float = float("inf")
     """Limits of the step after softplus."""
@@ -56,9 +56,9 @@ class ScanInputs:
     """Inputs of a selective scan for the tokens of a step; rows may be apart in memory."""
 
     value: Tensor
-    """[tokens, channels]."""
+    """[tokens, channels]; Mamba's x."""
     step: Tensor
-    """[tokens, channels], before the bias and softplus."""
+    """[tokens, channels]; Mamba's dt before the bias and softplus."""
     key: Tensor
     """[tokens, size]; Mamba's B."""
     query: Tensor
@@ -70,8 +70,8 @@ class ScanParameters:
     """Weights of a selective scan, in float32."""
 
     rate: Tensor
-    """[size, channels]: logarithm of the decay for a step of 1; negative."""
+    """[size, channels]: logarithm of the decay for a step of 1, negative; Mamba's A."""
     bias: Tensor
     """[channels]: bias of the step."""
     skip: Tensor
-    """[channels]: factor of the value that is added to the output."""
+    """[channels]: factor of the value that is added to the output; Mamba's D."""

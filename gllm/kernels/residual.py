@@ -15,7 +15,10 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def add_to(hidden: Tensor, delta: Tensor) -> Tensor:
-    """Add delta to the residual stream `hidden` in place, both [rows, n]; return `hidden`."""
+    """Add a sublayer's output `delta` to the residual stream `hidden` in place; return `hidden`.
+
+    Both are [rows, n].
+    """
     return launch_host_function(Tensor.add_, hidden, delta, is_in_place=True)
 
 

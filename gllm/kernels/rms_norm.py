@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add delta to the residual stream `hidden` in place and return the RMSNorm of the sum.
+    """Add a sublayer's output `delta` to the residual stream in place; return the sum's RMSNorm.
 
     hidden and delta are [tokens, n]; weight is [n].
     """

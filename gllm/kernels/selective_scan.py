@@ -23,7 +23,7 @@ def selective_scan(
     """Update the states by the tokens of a step and return the outputs.
 
     Args:
-        inputs: of the tokens.
+        inputs: projected inputs of the tokens.
         parameters: weights.
         states: [slots, size, channels] float32; updated in place.
         plan: states of the step.

@@ -77,7 +77,7 @@ class TokenSelection:
             query: [tokens, heads, key elements].
             key_cache: [blocks, block_size, kv_heads, key elements].
             value_cache: [blocks, block_size, kv_heads, value elements].
-            scaling: of the scores.
+            scaling: scaling of the scores.
 
         Returns:
             [tokens, heads, value elements].
@@ -101,7 +101,7 @@ def divide_tokens(plan: AttentionPlan, dtype: torch.dtype, num_selected: int) ->
 
     Args:
         plan: full attention of the step, of a backend of the host.
-        dtype: of the queries.
+        dtype: dtype of the queries.
         num_selected: keys that a token attends to at most.
     """
     rows = plan.rows

@@ -150,7 +150,7 @@ class SetEngineRole(ProcessMessage, frozen=True):
 
 
 class NoticeToEngine(ProcessMessage, frozen=True):
-    """Warning that a router asks an engine to log, such as a second engine of its name."""
+    """Warning that a router asks an engine to log, such as that another engine has its name."""
 
     text: str
 

@@ -204,7 +204,7 @@ def _divide_heads(
             before others are preferred.
 
     Raises:
-        KvLayoutError: the sizes differ, or nobody has a head.
+        KvLayoutError: the sizes differ, or no worker has one of the heads.
     """
     missing, divided = [own.heads], []
     for number, other in others:

@@ -228,7 +228,13 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def add_and_normalize(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
-        """Add `delta` to `hidden` in place, both [tokens, size]; return the norm of the sum."""
+        """Add a sublayer's output to the residual stream in place, and return the sum normalized.
+
+        Args:
+            hidden: residual stream [tokens, size]; holds the sum afterwards.
+            delta: output of the previous sublayer, [tokens, size]; None to normalize `hidden` as it
+                is.
+        """
         if delta is None:
             return self(hidden)
         if self.kind == "rms":

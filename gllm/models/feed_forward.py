@@ -51,7 +51,7 @@ class MLP:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the output [tokens, hidden] of x [tokens, hidden].
 
-        out: see Linear; `down_proj` writes to it.
+        out: as in `Linear`; `down_proj` writes to it.
         """
         if isinstance(self.up_proj, GatedMatrix):
             return scale(self.down_proj(gated_linear(x, self.up_proj), out), self.output_scale)
@@ -79,8 +79,10 @@ SeparateExperts = tuple[Sequence[GatedMatrix | ActivatedMatrix], Sequence[Matrix
 projections [experts, hidden]."""
 
 
-def read_inner(spec: MLPSpec, weights: Weights, hidden_size: int) -> GatedMatrix | ActivatedMatrix:
-    """Read the projections from the hidden state to the inner elements of an MLP."""
+def read_up_proj(
+    spec: MLPSpec, weights: Weights, hidden_size: int
+) -> GatedMatrix | ActivatedMatrix:
+    """Read the up projection of an MLP, together with the gate projection if the MLP is gated."""
     if spec.is_gated:
         return read_gated(spec, weights, hidden_size)
     outputs = [spec.intermediate_size]
@@ -92,7 +94,7 @@ def read_separate_experts(
     experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
 ) -> SeparateExperts:
     """Read the weights of MoE experts as one matrix per expert and projection."""
-    gate_up = [read_inner(expert, weights, hidden_size) for expert in experts]
+    gate_up = [read_up_proj(expert, weights, hidden_size) for expert in experts]
     down = [
         read_matrix(expert.down_proj, weights, [hidden_size], expert.intermediate_size)
         for expert in experts

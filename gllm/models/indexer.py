@@ -27,7 +27,7 @@ class Indexer:
         """Read the weights.
 
         Args:
-            spec: of the indexer.
+            spec: spec of the indexer.
             weights: tensors of the layer.
             hidden_size: elements of a hidden state.
             query_size: elements of the compressed hidden state for queries.
@@ -56,9 +56,9 @@ class Indexer:
         Args:
             x: [tokens, hidden], which is returned.
             compressed: [tokens, query size].
-            angles: of the tokens' positions.
+            angles: rotary angles of the tokens' positions.
             index_keys: [blocks, block_size, 1, head_dim]: KV cache of the layer.
-            selection: of the step.
+            selection: selection of the step.
         """
         keys = self.k_norm(self.k_proj(x))[:, None]
         keys = apply_rotary(keys, angles, self.spec.is_interleaved)

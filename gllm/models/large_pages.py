@@ -20,7 +20,7 @@ SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 COLLAPSE = 25
 """MADV_COLLAPSE of Linux 6.1 and later, which Python's mmap does not name."""
 MIN_SHARE = 0.5
-"""Share of a large page that weights must take: the rest may be memory that nobody has used."""
+"""Share of a large page that weights must take: the rest may be unused memory."""
 
 
 def use_large_pages(parts: Iterable[object], ranks: Ranks) -> int:
@@ -31,7 +31,7 @@ def use_large_pages(parts: Iterable[object], ranks: Ranks) -> int:
 
     Args:
         parts: modules, or tuples of them.
-        ranks: of the modules.
+        ranks: ranks of the modules.
 
     Returns:
         Bytes of memory that are in large pages now.

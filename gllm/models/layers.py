@@ -112,14 +112,15 @@ class DecoderLayer:
         cache: LayerCache,
         embedding: Tensor | None = None,
     ) -> Tensor | None:
-        """Return this layer's last addend of the residual stream, [tokens, hidden]; None for none.
+        """Return the output of the last sublayer, [tokens, hidden]; None if `hidden` includes it.
 
-        The next layer adds it, together with its first norm.
+        The next layer adds it to the residual stream, fused with its first norm.
 
         Args:
-            hidden: residual stream [tokens, hidden] without `delta`; all other addends of this
-                layer are added to it in place.
-            delta: last addend of the previous layer; None for the first layer.
+            hidden: residual stream [tokens, hidden] without `delta`, to which the outputs of the
+                layer's other sublayers are added in place.
+            delta: output of the previous layer's last sublayer, which is not added to `hidden` yet;
+                None for the first layer.
             context: inputs of the step.
             cache: KV cache or states of the layer.
             embedding: the layer's part [tokens, size] of the per-layer embedding, if there is one.
@@ -314,7 +315,7 @@ class DecoderLayers:
 
         Args:
             tokens: largest number of tokens.
-            dtype: of the residual stream.
+            dtype: dtype of the residual stream.
             kv: KV cache of each layer.
             embeddings: per-layer embedding of a step; None if the model has none.
 

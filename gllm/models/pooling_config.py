@@ -26,11 +26,14 @@ MEAN = "mean"
 
 
 def read_pooling(folder: Path, model: ModelSpec) -> PoolingSpec | None:
-    """Return the pooling that a folder's modules describe; None for that of the last token.
+    """Read the pooling of an embedding model from `modules.json` (sentence-transformers).
 
     Args:
-        folder: of the model.
-        model: the model. Only those with bidirectional attention have the mean and dense layers.
+        folder: folder of the model.
+        model: the model; mean pooling and dense layers need bidirectional attention.
+
+    Returns:
+        None for pooling by the last token without dense layers, also if there is no such file.
 
     Raises:
         ModelError: a file is invalid, or the pooling is not implemented.

@@ -149,10 +149,9 @@ def _check_dynamic(config: ConfigReader) -> None:
         raise config.error((f"{NAME}.dynamic",), "a table of modules to exclude (-:...)", rules)
 
 
-def _width(
-    config: ConfigReader, widths: tuple[int, ...] = GPTQ_WIDTHS, name: str = f"{NAME}.bits"
-) -> int:
-    """Return the bits of a code."""
+def _width(config: ConfigReader, widths: tuple[int, ...] = GPTQ_WIDTHS) -> int:
+    """Return the number of bits of a weight."""
+    name = f"{NAME}.bits"
     width = config.positive_int(name)
     if width not in widths:
         raise config.error((name,), f"one of {', '.join(map(str, widths))}", width)

@@ -393,7 +393,7 @@ def _normalize_over_ranks(
     The mean squares are those over all ranks.
 
     Args:
-        norm: with this rank's part of the scale.
+        norm: norm with this rank's part of the scale.
         ranks: the ranks of the stage.
         activate: activation of the gate.
         is_gated_first: True if the gate is applied before the norm.

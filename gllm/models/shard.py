@@ -97,7 +97,7 @@ def _cut_blocks(cut: DimensionShard | None, count: int, length: int) -> Dimensio
     """Return the blocks of a dimension that a cut at their borders holds.
 
     Args:
-        cut: of the dimension's elements.
+        cut: shard of the dimension's elements.
         count: number of blocks that are stored.
         length: elements per block.
 

@@ -278,7 +278,7 @@ def describe_stage_part(model: ModelSpec, layers: range, index: int) -> object:
     Args:
         model: the whole model, or the part of this rank.
         layers: indices of the stage's layers.
-        index: of the layer; `ENDS` for embedding and LM head.
+        index: index of the layer; `ENDS` for embedding and LM head.
     """
     shared = model.hidden_size, model.quantization
     if index != ENDS:

@@ -98,7 +98,7 @@ class ChildProcess(subprocess.Popen[bytes]):
 
     Args:
         command: program and arguments.
-        options: of subprocess.Popen; without `stdin` the process has no input.
+        options: keyword arguments of subprocess.Popen; without `stdin` the process has no input.
 
     Raises:
         OSError: it cannot be started.

@@ -258,7 +258,7 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
 
 
 def _replay_kv_call(transfers: SchedulerTransfers, event: KvTransferEvent) -> None:
-    """Repeat a call; see KvTransferCall."""
+    """Repeat the call that an event records."""
     match event.call:
         case "take_fetches":
             transfers.start_fetches(event.time)

@@ -11,7 +11,7 @@ def ownership_fault(status: os.stat_result, is_folder: bool = False) -> str:
     """Return why a file or folder may be the work of others; empty if it is this user's alone.
 
     Args:
-        status: of an open file, which others may not even read, or of a folder.
+        status: `os.stat` result of an open file, which others may not even read, or of a folder.
         is_folder: True for a folder, in which others may not write.
     """
     kind = "folder" if is_folder else "regular file"

@@ -55,7 +55,7 @@ class LinkSeconds(NamedTuple):
     """Propagation, one way. The link can send other messages during this time."""
     seconds_per_token: float = 0.0
     """Time to send the activations of one token: bytes per token / rate of the link."""
-    most_seconds_per_token: float = 0.0
+    max_seconds_per_token: float = 0.0
     """Upper limit of it by the rates seen so far, from the time on when little was sent; infinite
     before anything was."""
 
@@ -221,7 +221,7 @@ def has_fast_links(times: PipelineSeconds, num_decodes: float, share: float) -> 
     num_tokens = num_decodes + times.prefill_tokens
     seconds = [stage.decode_seconds(num_decodes, times.prefill_tokens) for stage in times.stages]
     limit = share * max(seconds)
-    return all(num_tokens * link.most_seconds_per_token <= limit for link in times.links)
+    return all(num_tokens * link.max_seconds_per_token <= limit for link in times.links)
 
 
 class Pace(NamedTuple):
@@ -272,7 +272,7 @@ class DepthController:
             times: measured times of the pipeline.
             num_decoding: number of decoding sequences (#RD), as a mean over the last seconds.
             now: time in seconds.
-            is_mixed: see Pace.
+            is_mixed: as in `Pace`.
             min_depth: lower limit of the depth, for what is not in `times`.
 
         Returns:

@@ -108,7 +108,7 @@ class LinkEstimator:
         self._plateau: tuple[float, int] | None = None
         """Begin and number of the latest samples that agree, unless one has disagreed since."""
         self._round_trips: deque[tuple[float, float]] = deque()
-        """Times and round trips, both rising: candidates for the least one of the window."""
+        """Times and round trips, both rising: candidates for the minimum of the window."""
         self._disagreeing: list[tuple[float, float, bool, bool]] = []
         """Latest samples that disagree: time, rate, whether a queue stood, and whether the sender
         had nothing to send."""
@@ -124,9 +124,10 @@ class LinkEstimator:
 
     @property
     def least_bytes_per_second(self) -> float | None:
-        """Bandwidth, or what the link has carried at least as long as nobody has used all of it.
+        """Bandwidth of the link for payload, or a lower bound of it until it is measured.
 
-        None before the first sample. Nobody ever fills a fast link for long enough to measure it.
+        None before the first sample. The bandwidth of a fast link is never measured, because the
+        sender does not fill it for long enough.
         """
         return None if self._rate is None else max(self._rate, self._min_rate)
 

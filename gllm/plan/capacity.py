@@ -99,21 +99,21 @@ QUICK_EXTENSIONS = 1
 
 
 class JudgedSimulation:
-    """Callable that tests a configuration at a request rate, by runs that are extended.
+    """Callable that tests if a configuration sustains a request rate, by simulation.
 
-    The sequential test (`gllm.plan.attainment`) decides whether the engines are stable and keep the
-    latency limits; the scheduling delays have to keep the rule too. A rate of which the longest run
-    decides nothing is not sustained.
+    The sequential test of `gllm.plan.attainment` doubles the length of a run until it decides
+    whether the queue stays bounded and the latency limits are kept. A rate is not sustained if its
+    P99 scheduling delay exceeds the limit of `rule`, or if the longest run decides nothing.
 
     Args:
         config: Deployment, number of engines and workload; its request rate is ignored.
-        rule: Length of a run that usually decides, and limit of the P99 scheduling delay.
-        limits: Latency limits.
-        check: Called now and then; an error that it raises ends the run. To run in other processes
-            it must be picklable.
-        is_confirmation: Begin with a run of the rule's length, and take another seed, to confirm
-            what shorter runs have decided.
-        is_quick: Give up a rate that a short run does not decide.
+        rule: Length of a usual run in seconds, and limit of the P99 scheduling delay.
+        limits: Latency limits (SLO).
+        check: Called regularly during a run; an error that it raises ends the run. It must be
+            picklable to run in other processes.
+        is_confirmation: Start with a run of the usual length and another seed, to confirm the
+            result of shorter runs.
+        is_quick: Count a rate that a short run does not decide as not sustained.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class JudgedSimulation:
         self._deployment: Deployment | None = None
 
     def __call__(self, rate: float) -> RateTrial:
-        """Return the scheduling delays at a rate per second; infinite if it is not sustained.
+        """Simulate a rate in requests per second and return its scheduling delays.
 
-        The test decides whether the queue grows. The figures are a RunLatencies.
+        The P99 delay is infinite if the rate is not sustained. The figures are a RunLatencies.
         """
-        # A run that is too short is extended, so it begins with the least length.
-        # A shorter run cannot show so high a share.
+        # A run that decides nothing is extended, so the first one is short.
+        # Fewer requests cannot show an attainment above 95 %.
         least = USUAL_JUDGED if max(goals_of(self._limits), default=0.0) > 0.95 else MIN_JUDGED
         first = max(ceil(rate * FIRST_SECONDS), least)
         usual = max(ceil(rate * self._rule.min_seconds), least)
@@ -147,7 +147,7 @@ class JudgedSimulation:
         elif self._is_quick:
             last = min(last, first * EXTENSION**QUICK_EXTENSIONS)
         test = AttainmentTest(goals_of(self._limits), min(first, last), last)
-        # Lengths of a workload depend on the number of requests, so shorter runs are its begin.
+        # The lengths depend on the number of requests: shorter runs take the first ones of these.
         config = replace(self._config, rate=rate, requests=test.max_requests)
         jobs = build_workload(config)
         longest = longest_job(jobs)

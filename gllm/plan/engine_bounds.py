@@ -181,7 +181,7 @@ class WorkloadMoments(NamedTuple):
 
 
 def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
-    """Return the mean and sorted prompt and output lengths of a workload, in tokens.
+    """Return the statistics of a workload's lengths, from which bounds of its rate are computed.
 
     Args:
         jobs: The requests; at least one.
@@ -423,10 +423,10 @@ class EngineBounds:
         point = self.best_point(limits, max_delay_seconds) or self.best_point(NO_SLO)
         steps = self._moments.step_percentile(LONG_REQUEST_PERCENT)
         if point is None:
-            return steps * self.least_token_seconds()
+            return steps * self.min_token_seconds()
         return point.prefill_seconds + steps * point.step_seconds
 
-    def least_first_token_seconds(self, percent: float) -> float:
+    def min_first_token_seconds(self, percent: float) -> float:
         """Return a lower bound of a percentile (0..100) of the TTFT in seconds."""
         tokens = self._moments.prompt_percentile(percent)
         try:
@@ -434,7 +434,7 @@ class EngineBounds:
         except CostRangeError:
             return 0.0
 
-    def least_token_seconds(self) -> float:
+    def min_token_seconds(self) -> float:
         """Return a lower bound of the time between two tokens of a request in seconds."""
         try:
             return self._least_gap(decode_step_work(1, self._moments.prompts[0] + 1))

@@ -56,11 +56,11 @@ def with_planned_length(engine: Deployment, longest: int) -> Deployment:
 
 
 def length_flags(model: str, max_model_len: int) -> dict[str, Any]:
-    """Return the flag of the longest sequence of an engine; empty if it is the model's context.
+    """Return the flag --max-model-len of an engine; empty if it equals the model's context length.
 
     Args:
         model: Name of the model.
-        max_model_len: Tokens of that sequence.
+        max_model_len: Longest sequence of the engine in tokens.
     """
     shape = MODELS.get(model)
     is_context = shape is not None and shape.max_context == max_model_len

@@ -342,7 +342,7 @@ def client_certificate(flags: Mapping[str, Any]) -> tuple[str, str] | None:
     of the server itself is taken.
 
     Args:
-        flags: of the server, by names with underscores.
+        flags: flags of the server, by names with underscores.
 
     Returns:
         None if the server requires no certificate.

@@ -486,7 +486,7 @@ class FleetClient(RequestClient):
         self._reserved = ""
         suspects = self._suspects.suspects(self._parked)
         now = self._clock()
-        # Who is to blame has seldom come far.
+        # The request that kills engines has seldom generated many tokens.
         for suspect in sorted(suspects, key=lambda suspect: suspect.entry.num_output_tokens):
             if not self._suspects.may_isolate(suspect, now):
                 continue
@@ -517,7 +517,7 @@ class FleetClient(RequestClient):
         self._suspects.isolate(suspect, self._clock())
 
     def _move_refused(self, engine: DispatchTarget, streams: Iterable[RequestStream]) -> None:
-        """Let requests go on elsewhere that an engine has given back."""
+        """Continue requests that an engine has returned unfinished on other engines."""
         for stream in streams:
             seqs = list(stream.entry.seqs.values())
             self._take_back(engine, stream, "unavailable")

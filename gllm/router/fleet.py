@@ -488,7 +488,7 @@ def loss_kind(cause: str, is_planned: bool) -> LossKind:
     """Return what the end of a session says about the engine.
 
     Args:
-        cause: of the end, by the session.
+        cause: cause of the end, as the session reports it.
         is_planned: True if the engine has announced that it leaves.
     """
     if is_planned:

@@ -108,7 +108,7 @@ class Handoffs:
             limits: time limits of the transfers; None for the defaults.
         """
         self.num_ended: Counter[str] = Counter()
-        """Hand-offs by outcome; see Handoff."""
+        """Number of ended hand-offs by outcome, a value of `Handoff.outcome`."""
         self._engines = engines
         self._pairs = pairs
         self._limits = limits or HandoffLimits()
@@ -151,17 +151,17 @@ class Handoffs:
     def choose(
         self, stream: RequestStream, names: frozenset[str], excluded: Set[str] = frozenset()
     ) -> EnginePair | None:
-        """Return the engines of a request's next submission; None to use the routing policy.
+        """Choose the engine of a request's next submission and, if another decodes, that engine.
 
         Args:
-            stream: a request that no engine has.
-            names: engines that may get it. One that is prefilled also goes to engines that may
-                fetch its blocks.
-            excluded: engines that may not get it.
+            stream: a request that runs on no engine, new or prefilled.
+            names: engines that the request may be sent to. A prefilled request may also be sent to
+                engines that can fetch its KV blocks.
+            excluded: engines that the request may not be sent to.
 
         Returns:
-            The engine to submit to in `prefill`. A pair of two engines begins a hand-off if it is
-            passed to `sender`.
+            A pair whose `prefill` is the engine to submit to; None to leave the choice to the
+            routing policy. If `decode` is another engine, `sender` starts a hand-off.
         """
         if self._pairs is None:
             return None

@@ -80,7 +80,8 @@ def end_all_choices(
 
     Args:
         message: output of an engine.
-        failed: for each request the finish record of one choice, and the ids of all its choices.
+        failed: failed requests, each as the finish record of one choice and the ids of all its
+            choices.
     """
     kinds = dict(message.error_kinds)
     ends = list(message.outcome.finished)

@@ -181,7 +181,7 @@ class FleetHealth:
             return
         slowdown = health.speed.slowdown
         slowdowns = [other.speed.slowdown for other in others if other.speed.is_recent(now)]
-        # If all are slow together, the machine or the network is, and nobody else is better.
+        # If all are slow together, the machine or the network is, and no other engine is better.
         normal = max(1.0, median(slowdowns)) if slowdowns else 1.0
         factor = self._config.outlier_factor
         if not factor or slowdown < factor * normal:

@@ -41,7 +41,7 @@ def chain_hashes(
         parent: hash of the block before the first one.
         token_ids: tokens of the blocks; their number is a multiple of `block_size`.
         block_size: tokens per block.
-        secret: key of a keyed hash, which nobody can compute without it; empty for the hashes of
+        secret: key of a keyed hash, which cannot be computed without it; empty for the hashes of
             the prefix cache in memory, which routers compute too.
     """
     # Converting all tokens at once takes half the time of doing so per block.
@@ -62,8 +62,8 @@ def root_hash(cache_salt: str, secret: bytes = b"") -> bytes:
     It depends on the request's cache salt, so prompts share cached blocks only within one salt.
 
     Args:
-        cache_salt: of the request.
-        secret: see `chain_hashes`.
+        cache_salt: cache salt of the request.
+        secret: as in `chain_hashes`.
     """
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=secret).digest()
 

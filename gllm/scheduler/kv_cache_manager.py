@@ -75,7 +75,7 @@ class KVCacheManager:
         """Hashes of adopted blocks whose tokens no sequence has had yet, so that no event had them.
         """
         self.event_log: CacheEventLog | None = None
-        """Changes of the prefix cache since the last report; None if nobody watches."""
+        """Changes of the prefix cache since the last report; None if they are not reported."""
         self.names_tails = False
         """True if the computed tokens behind the last full block of each sequence are named, so
         that a later cache can adopt them."""

@@ -21,7 +21,7 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.sequence import Sequence
 
 HOLD_LEASE_SECONDS = 30.0
-"""Time after which a hold that nobody renews is revoked."""
+"""Time after which a hold that is not renewed is revoked."""
 
 
 class ReadableKv(NamedTuple):

@@ -40,9 +40,9 @@ class KvDivision(NamedTuple):
 def divide_kv_memory(
     memories: Iterable[KvMemory],
     num_needed_blocks: int,
-    most_blocks: int,
+    max_blocks: int,
     max_num_seqs: int,
-    most_state_slots: int | None = None,
+    max_state_slots: int | None = None,
 ) -> KvDivision:
     """Return the numbers of KV blocks and state slots that fit into each of several memories.
 
@@ -51,21 +51,21 @@ def divide_kv_memory(
     Args:
         memories: bytes and sizes of parts; empty if they are unknown.
         num_needed_blocks: blocks of one sequence of full length.
-        most_blocks: limit of the blocks.
+        max_blocks: limit of the blocks.
         max_num_seqs: largest number of running sequences.
-        most_state_slots: limit of the slots in place of the one by `max_num_seqs`.
+        max_state_slots: limit of the slots in place of the one by `max_num_seqs`.
     """
     memories = list(memories)
     num_slots = 0
     if any(memory.state_bytes for memory in memories):
-        num_slots = most_state_slots or 2 * STATE_SLOTS_PER_SEQ * max_num_seqs
+        num_slots = max_state_slots or 2 * STATE_SLOTS_PER_SEQ * max_num_seqs
         for memory in memories:
             if memory.state_bytes:
                 rest = memory.num_bytes - num_needed_blocks * memory.block_bytes
                 fitting = int(min(STATE_SHARE * memory.num_bytes, rest)) // memory.state_bytes
                 num_slots = min(num_slots, fitting)
         num_slots = max(num_slots, STATE_SLOTS_PER_SEQ)
-    num_blocks = most_blocks
+    num_blocks = max_blocks
     if memories and not any(memory.block_bytes for memory in memories):
         num_blocks = min(num_blocks, max(num_needed_blocks, MAX_UNSTORED_BLOCKS))
     for memory in memories:

@@ -5,7 +5,7 @@ answers each fetch with `finish_fetch` and each revocation with `confirm_revocat
 
 A fetch replaces the prefill of a waiting sequence whose KV another engine holds. It counts as a row
 in flight. Aborts and victims therefore wait for its end, and its blocks return to the pool only
-when nobody writes them any more. What the prefix cache has is not fetched. A sequence whose fetch
+when they are no longer written. What the prefix cache has is not fetched. A sequence whose fetch
 fails is prefilled like a preempted one and fetches nothing again. A victim waits for another start
 of its fetch.
 

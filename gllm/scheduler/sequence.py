@@ -60,7 +60,7 @@ class SchedulerRequest(NamedTuple):
     """True if the router has to know of `kv_ticket` once the first of several chunks is computed.
     """
     is_ticket_foreign: bool = False
-    """True if a router outside the fleet has `kv_ticket`, which nobody renews or releases."""
+    """True if a router outside the fleet has `kv_ticket`, which is neither renewed nor released."""
     is_kv_on_disk: bool = False
     """True if the KV of `kv_source_tokens` is in the prefix cache's disk tier, at no other engine.
     """

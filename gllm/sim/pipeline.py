@@ -302,7 +302,7 @@ class SimulatedStage:
         """
         if self._batch is batch:
             return max(start, self._end_time - ROUNDING_SECONDS)
-        seconds = self._pipeline.cost.least_stage_seconds(self.index, batch.work)
+        seconds = self._pipeline.cost.min_stage_seconds(self.index, batch.work)
         return start + max(0.0, seconds - ROUNDING_SECONDS)
 
     def pop_step_times(self) -> list[StepTime]:

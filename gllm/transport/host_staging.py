@@ -29,9 +29,9 @@ class _PinnedSlotRing(SlotRing):
         """Map and pin the memory of an edge.
 
         Args:
-            descriptors: of the edge.
+            descriptors: file descriptors of the edge.
             shape: capacity of the edge.
-            dtype: of activations.
+            dtype: dtype of activations.
             device: device of the stage.
             stream: compute stream of the stage.
         """

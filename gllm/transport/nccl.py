@@ -133,9 +133,9 @@ class _NcclEnd(SlotRing):
         """Join the process group and complete a first transfer.
 
         Args:
-            descriptors: of the edge.
+            descriptors: file descriptors of the edge.
             shape: capacity of the edge.
-            dtype: of activations.
+            dtype: dtype of activations.
             device: device of the stage.
             stream: compute stream of the stage.
             on_error: called when transfers are aborted.

@@ -102,7 +102,7 @@ class RegionMemory:
         Args:
             lines: offset of the ranks' lines in bytes.
             parts: offset of their places in bytes.
-            sizes: of each place of a rank in bytes.
+            sizes: bytes of each rank's place.
         """
         begin = ctypes.addressof(self._closed)
         state = RankGroupState(

@@ -236,7 +236,7 @@ class SharedMemoryGroup:
             place: the same on all ranks.
             part: [rows, width], contiguous.
             bias: [width].
-            dtype: of the result [rows, width].
+            dtype: dtype of the result [rows, width].
         """
         rows, width = part.shape
         library = native.current_library()

@@ -112,8 +112,8 @@ def report_mixed(pacer: PipelinePacer, steps: range, tokens: int, decodes: int =
             pacer.on_stage_times(stage, [StepTime(step, 0.0, seconds)])
 
 
-def paths(seconds_per_token: float, most_seconds_per_token: float | None = None) -> PipelineSeconds:
-    most = seconds_per_token if most_seconds_per_token is None else most_seconds_per_token
+def paths(seconds_per_token: float, max_seconds_per_token: float | None = None) -> PipelineSeconds:
+    most = seconds_per_token if max_seconds_per_token is None else max_seconds_per_token
     link = LinkSeconds(0.0, seconds_per_token, most)
     return PipelineSeconds([], [link] * (STAGES - 1), [0.0] * STAGES, 0.0)
 

@@ -104,7 +104,7 @@ def test_no_rate_above_the_bound_is_within_limits_of_the_time_between_tokens(
 ) -> None:
     scheduler = SchedulerConfig(policy=policy, max_num_batched_tokens=tokens, max_num_seqs=seqs)
     deployment, bounds = build_with_row_costs(stages, scheduler, workload)
-    limits = parse_slo(f"{metric}={slack * bounds.least_token_seconds():.6g}")
+    limits = parse_slo(f"{metric}={slack * bounds.min_token_seconds():.6g}")
     highest = bounds.max_rate_of_run(1, LONG_SECONDS, DELAY_SECONDS, limits)
     assert 0 < highest <= bounds.max_rate_of_run(1, LONG_SECONDS, DELAY_SECONDS)
     rate = 1.01 * highest
@@ -122,12 +122,12 @@ def test_a_tight_limit_of_the_time_between_tokens_lowers_the_bound_several_times
     loose = bounds.max_rate_of_run(1, 3600.0, DELAY_SECONDS)
     rates = []
     for slack in (1.01, 1.5, 5.0):
-        limits = parse_slo(f"tbt:p99={slack * bounds.least_token_seconds()}")
+        limits = parse_slo(f"tbt:p99={slack * bounds.min_token_seconds()}")
         rates.append(bounds.max_rate_of_run(1, 3600.0, DELAY_SECONDS, limits))
     assert rates == sorted(rates)
     assert rates[0] < loose / 5
     assert rates[-1] == loose
-    assert bounds.max_decode_rate(0.99 * bounds.least_token_seconds()) == 0
+    assert bounds.max_decode_rate(0.99 * bounds.min_token_seconds()) == 0
 
 
 measured_designs = st.builds(
@@ -196,10 +196,10 @@ def test_no_latency_is_below_its_bound(design: EngineDesign, workload: str) -> N
     config, bounds = build(design, workload)
     jobs = build_workload(replace(config, rate=0.5 * bounds.max_rate()))
     lines = [each.line for each in simulate(build_deployment(config, 8192), jobs).requests.values()]
-    least = bounds.least_first_token_seconds(1)
+    least = bounds.min_first_token_seconds(1)
     assert min(line.ttft for line in lines if line.ttft is not None) >= 0.99 * least
     gaps = [gap for line in lines for gap in line.itl]
-    assert not gaps or fmean(gaps) >= bounds.least_token_seconds() > 0
+    assert not gaps or fmean(gaps) >= bounds.min_token_seconds() > 0
 
 
 def test_estimates_of_latencies_rise_with_the_rate() -> None:
@@ -229,8 +229,8 @@ def test_a_returning_result_of_a_single_stage_delays_no_token() -> None:
     bounds = EngineBounds(deployment, measure_workload(jobs))
     lines = [each.line for each in simulate(deployment, jobs).requests.values()]
     gaps = [gap for line in lines for gap in line.itl]
-    assert fmean(gaps) == pytest.approx(bounds.least_token_seconds(), rel=0.02)
-    assert fmean(gaps) >= bounds.least_token_seconds()
+    assert fmean(gaps) == pytest.approx(bounds.min_token_seconds(), rel=0.02)
+    assert fmean(gaps) >= bounds.min_token_seconds()
 
 
 def test_the_duration_of_a_long_request_is_that_of_the_simulation() -> None:

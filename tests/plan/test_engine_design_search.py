@@ -138,7 +138,7 @@ def test_engines_are_counted_for_a_rate() -> None:
     assert outcome.best
     best = outcome.best[1]
     # A prompt takes a third of a second.
-    assert planner.least_engines(design) == best.num_engines == 2
+    assert planner.min_engines(design) == best.num_engines == 2
     assert best.capacity == 4.5 / 2
     assert best.value == outcome.bound * -1 == 4.25 * 2
     judged = JudgedSimulation(design.configure(planner.config), rule, limits)

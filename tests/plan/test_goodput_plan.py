@@ -91,7 +91,7 @@ def test_the_goodput_is_just_below_the_first_rate_that_fails(
     task = GoodputTask(system, FIXED, Slo(0.2, 0.1), 8, first_rate=first_rate)
     assert threshold - first_rate / NUM_STEPS <= measure_goodput(task) <= threshold
     assert measure_goodput(task._replace(slo=Slo(0.05, 0.1))) == 0
-    assert measure_goodput(task._replace(slo=Slo(0.5, 0.1), most_rate=threshold)) <= threshold
+    assert measure_goodput(task._replace(slo=Slo(0.5, 0.1), max_rate=threshold)) <= threshold
     with pytest.raises(ValueError, match="tighter limits"):
         measure_goodput(task._replace(slo=Slo(0.5, 0.1)))
 

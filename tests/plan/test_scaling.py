@@ -321,7 +321,7 @@ def test_cheaper_demands_never_cost_more_and_no_plan_is_below_its_bound() -> Non
     for rate, tpot in ((40.0, 0.075), (40.0, 0.1), (25.0, 0.1), (3.0, 0.1)):
         result = search(rate=rate, limits=Slo(1.6, tpot, attainment=0.9))
         num_gpus = result.worker.num_gpus * result.num_workers(rate)
-        assert result.least_gpus <= num_gpus
+        assert result.min_gpus <= num_gpus
         counts.append(num_gpus)
         numbers = [point.placed.num_workers for point in result.points]
         assert numbers == sorted(numbers, reverse=True)

@@ -167,11 +167,10 @@ def test_no_micro_batch_undercuts_the_least(model: str, degree: int) -> None:
         prefill((0, 2), samples=0),
     ]
     for stage in range(2):
-        least = cost.least_stage_seconds(stage)
-        assert 0 < least <= min(cost.least_stage_seconds(stage, work) for work in works)
+        least = cost.min_stage_seconds(stage)
+        assert 0 < least <= min(cost.min_stage_seconds(stage, work) for work in works)
         assert all(
-            cost.least_stage_seconds(stage, work) <= cost.stage_seconds(stage, work)
-            for work in works
+            cost.min_stage_seconds(stage, work) <= cost.stage_seconds(stage, work) for work in works
         )
 
 
@@ -191,7 +190,7 @@ def test_more_work_takes_longer(
         )
 
     now = seconds(chunks, decodes, context)
-    assert cost.least_stage_seconds(stage) < now
+    assert cost.min_stage_seconds(stage) < now
     (start, tokens), rest = chunks[0], chunks[1:]
     assert seconds([(start, tokens + more), *rest], decodes, context) > now
     assert seconds([(start + more, tokens), *rest], decodes, context) > now

@@ -15,7 +15,7 @@ from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.lengths import NAMED_WORKLOADS, longest_request, sample_lengths
+from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, sample_arrival_times
 from gllm.sim.workloads.traces import TRACES, load_trace
 from tests.support.sim.requests import to_scheduler_requests
@@ -354,22 +354,3 @@ def test_a_file_with_times_is_replayed_in_its_order(tmp_path: Path) -> None:
         path.write_text(f"arrival_s,prompt_tokens,output_tokens\n{rows}")
         with pytest.raises(ValueError, match="arrival_s: give seconds"):
             make_workload(workload, 2, arrivals="replay")
-
-
-@pytest.mark.parametrize(
-    ("workload", "expected"),
-    [
-        ("fixed:30,12", 42),
-        ("uniform:1,50,2,8", 58),
-        ("lognormal:10,20,90,5,6,9", 99),
-        ("zipf:1.1,40,1.2,5", 45),
-        ("azure-conv", 14_089),
-        ("mixed", 14_089),
-        ("chat-1m", 4096),
-        ("sessions", None),
-    ],
-)
-def test_no_request_is_longer_than_the_longest(workload: str, expected: int | None) -> None:
-    assert longest_request(workload) == expected
-    if expected is not None:
-        assert max(map(sum, sample_lengths(workload, 500, 3))) <= expected

@@ -177,7 +177,7 @@ def _format(result: ScaleResult, rate: float, price: float | None) -> str:
 
 
 def _format_bound(result: ScaleResult, rate: float, price: float | None) -> str:
-    num_gpus, least = result.num_workers(rate) * result.worker.num_gpus, result.least_gpus
+    num_gpus, least = result.num_workers(rate) * result.worker.num_gpus, result.min_gpus
     cost = "" if price is None else f", {price * least:.2f} $/h"
     return (
         f"bound: no plan for {rate:g} requests per second has fewer than {least} GPUs{cost}; this "
@@ -200,7 +200,7 @@ def _format_options(result: ScaleResult) -> str:
         rows.append(
             [
                 f"{option.num_gpus}{' *' if is_chosen else ''}", *cells,
-                str(option.least_engines or ""),
+                str(option.min_engines or ""),
                 "" if option.fleet is None else str(option.fleet.num_workers),
             ]
         )  # fmt: skip

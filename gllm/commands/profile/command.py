@@ -91,7 +91,7 @@ ACTIVATION_ITEM_BYTES = 4
 
 
 def make_sweep_workloads(
-    stages: int, longest: int, max_num_seqs: int = 256, max_tokens: int = 2560, seed: int = 0
+    stages: int, longest: int, max_num_seqs: int = 256, max_tokens: int = 2560
 ) -> list[list[WorkloadRequest]]:
     """Return workloads whose steps cover the batch sizes and context lengths of a pipeline.
 
@@ -103,9 +103,8 @@ def make_sweep_workloads(
         longest: tokens of the longest sequence.
         max_num_seqs: maximum number of sequences at a time.
         max_tokens: maximum number of tokens of a micro-batch.
-        seed: seed of the random lengths.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     workloads = []
     longest_prompt = longest - DECODE_TOKENS
     for batch in (*DECODE_BATCHES, *LARGE_DECODE_BATCHES):

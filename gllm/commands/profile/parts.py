@@ -1,4 +1,4 @@
-"""Steps of parts of a model, from which a profile prices every cut into stages."""
+"""Times of steps of ranges of layers, from which a profile predicts every division into stages."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -82,12 +82,12 @@ def measure_spans(
     on_step: Callable[[], object] = lambda: None,
     repeats: int = REPEATS,
 ) -> list[SpanSample]:
-    """Time steps of several ranges of a model's layers, loaded one after the other.
+    """Load ranges of a model's layers one after the other, and time steps of each (`list_spans`).
 
     Args:
         config: configuration of the engine.
         folder: folder with the model's weights.
-        layers: number of layers of each pipeline stage; the largest is that of the longest range.
+        layers: number of layers of each pipeline stage. No timed range has more than the largest.
         longest: tokens of the longest prompt.
         num_ranks: tensor parallel size of each stage.
         on_step: called after each step.

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable
 
 from gllm.deploy.cluster.service_processes import MakeCommand, ServiceMachine, ServiceProcesses
-from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_service_node
 from gllm.messages.nodes import (
     PROTOCOL,
@@ -73,7 +72,7 @@ class ClusterMember:
             lambda: NodeReading([], self._read(), []),
             decode_for_service_node,
         )
-        self._processes = ServiceProcesses(machine, self._send, make_command)
+        self._processes = ServiceProcesses(machine, self._dialer.send, make_command)
 
     def status(self) -> AgentStatus:
         """Return the state of the membership."""
@@ -167,11 +166,6 @@ class ClusterMember:
     def _read(self) -> NodeLoad:
         self._load = self._read_load()
         return self._load
-
-    def _send(self, message: WireMessage) -> None:
-        """Send a message to the master; it is dropped unless this machine is a member."""
-        if self._dialer.is_member and self._dialer.session is not None:
-            self._dialer.session.send(message)
 
     async def _on_session_lost(self) -> None:
         """Keep the processes: the master may return."""

@@ -148,7 +148,7 @@ class ServiceTable:
 
     @property
     def movable(self) -> list[str]:
-        """Names of the services that are to move to other nodes and have no process any more."""
+        """Return the services in state MOVING whose processes have all ended, by name."""
         return [
             name
             for name, service in self.services.items()

@@ -118,9 +118,9 @@ def _check_port(
     """Connect to a port of the head once; return what that says about firewalls and the network.
 
     Args:
-        topic: of the finding.
-        address: of the head.
-        port: of the head.
+        topic: topic of the finding.
+        address: address of the head.
+        port: port of the head.
         seconds: time for the connection.
         refused: the finding if nothing listens there.
         other_cause: further cause of a port that does not answer.

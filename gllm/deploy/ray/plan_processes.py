@@ -217,7 +217,7 @@ class RayProcess:
         self._shutdown_seconds = shutdown_seconds
         self._may_restart = not is_scaled
         self._deadline = 0.0
-        """Time at which processes that shall end are killed."""
+        """Time at which processes that do not end by themselves are killed."""
         self._placement: Any = None
         self._actors: list[Any] = []
         self._statuses: list[ProcessStatus | None] = []

@@ -313,7 +313,7 @@ class Replanner:
         return True
 
     async def _adopt(self, plan: ServingPlan) -> None:
-        """Make a plan the running one; the router measures anew what it is for."""
+        """Make a plan the running one; the router measures its reference workload anew."""
         self.plan = plan
         try:
             # Clients that wait for answers send more requests now, which is no shift.

@@ -122,7 +122,7 @@ class RouterSession:
         """Handle a message of the router.
 
         Args:
-            message: of an accepted router.
+            message: message of an accepted router.
             refusal: reason why new requests go elsewhere; empty if they are taken.
 
         Raises:

@@ -66,5 +66,5 @@ class ModelRequestFields(RequestFields):
 
     @property
     def refers_to_stored(self) -> bool:
-        """True if the request continues stored items, whose size that of its body does not show."""
+        """True if the prompt includes stored items, so that it is longer than the body shows."""
         return False

@@ -109,7 +109,7 @@ class RoomTable:
             return ""
         finally:
             room.num_waiting -= 1
-            # A grant is used once, and a room that nobody has opened is not kept.
+            # A grant is used once, and a room that was never opened is not kept.
             if not room.num_waiting and room.opened.is_set() == room.closed.is_set():
                 self._forget(number, room)
         return room.grant

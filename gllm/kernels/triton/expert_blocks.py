@@ -22,11 +22,11 @@ class SortedPairs:
     """
 
     order: Tensor
-    """[pairs] int64: indices of the pairs, token * picked + i, sorted by expert."""
+    """[pairs] int64: indices of the pairs, token * top_k + i, sorted by expert."""
     bounds: Tensor
     """[experts + 1] int64: index in `order` of each expert's first pair; the last is the end."""
-    picked: int
-    """Number of experts that a token selects."""
+    top_k: int
+    """Number of experts per token."""
 
     def blocks(self, rows: int) -> int:
         """Return the largest possible number of blocks of `rows` rows, which sets the launch grid.
@@ -38,18 +38,18 @@ class SortedPairs:
 
     def constants(self) -> dict[str, int]:
         """Return the compile-time constants of kernels that read the sorted pairs."""
-        return expert_constants(len(self.bounds) - 1, self.picked)
+        return expert_constants(len(self.bounds) - 1, self.top_k)
 
 
-def expert_constants(experts: int, picked: int) -> dict[str, int]:
-    """Return the constants of the expert kernels: numbers of all and of selected experts.
+def expert_constants(experts: int, top_k: int) -> dict[str, int]:
+    """Return the compile-time constants of the MoE kernels.
 
     Args:
         experts: number of experts.
-        picked: number of experts that a token selects.
+        top_k: number of experts per token.
     """
     block = int(triton.next_power_of_2(experts))
-    return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
+    return {"TOP_K": top_k, "EXPERTS": experts, "EXPERTS_BLOCK": block}
 
 
 def expert_lookup_sizes(gate: str, element: int) -> dict[str, int]:
@@ -68,7 +68,7 @@ def sort_by_expert(experts: Tensor, count: int) -> SortedPairs:
     """Sort the (token, expert) pairs of a batch by expert.
 
     Args:
-        experts: [tokens, picked] int64: ids of the selected experts, below `count`.
+        experts: [tokens, top_k] int64: ids of the selected experts, below `count`.
         count: number of experts.
     """
     numbers, order = experts.flatten().sort(stable=True)
@@ -102,7 +102,7 @@ def find_block(
 
 
 @triton.jit
-def block_rows(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
+def block_rows(row, pair, TOP_K: tl.constexpr, GATE: tl.constexpr):
     """Return the row to read and the row to write for each row of a block, both [ROWS].
 
     With a GATE (first projection) rows are read in token order and written in sorted order. Without
@@ -112,7 +112,7 @@ def block_rows(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
     source = row
     to = pair
     if GATE != "":
-        source = pair // PICKED
+        source = pair // TOP_K
         to = row
     return source, to
 

@@ -39,7 +39,7 @@ MIN_INNER = 16
 @triton.jit
 def _multiply(
     x, weight, bias, output, order, bounds, x_row,
-    PICKED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
@@ -47,14 +47,14 @@ def _multiply(
 
     Grid: (tiles of COLUMNS outputs, blocks of ROWS rows). order and bounds: see
     expert_blocks.SortedPairs; x has x_row elements per row. With GATE: weight [EXPERTS, 2 *
-    OUTPUTS, INPUTS], x [tokens, INPUTS], each token with PICKED experts, and output [rows, OUTPUTS]
+    OUTPUTS, INPUTS], x [tokens, INPUTS], each token with TOP_K experts, and output [rows, OUTPUTS]
     is in sorted order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted
     order, and output [rows, OUTPUTS] in the order of pairs. INNER: inputs per iteration.
     """
     block = tl.program_id(1)
     expert, row, there, pair = find_block(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
-        source, to = block_rows(row, pair, PICKED, GATE)
+        source, to = block_rows(row, pair, TOP_K, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         maps: tl.constexpr = 2 if GATE != "" else 1
@@ -79,27 +79,27 @@ def _multiply(
 @triton.jit
 def _add(
     parts, experts, weights, output,
-    HIDDEN: tl.constexpr, PICKED: tl.constexpr, PICKED_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the weighted parts of one token in ascending order of the experts' numbers.
 
-    Grid: (tokens, blocks of BLOCK elements). parts [tokens, PICKED, HIDDEN]; experts int64 and
-    weights float32 [tokens, PICKED]; output [tokens, HIDDEN].
+    Grid: (tokens, blocks of BLOCK elements). parts [tokens, TOP_K, HIDDEN]; experts int64 and
+    weights float32 [tokens, TOP_K]; output [tokens, HIDDEN].
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.arange(0, PICKED_BLOCK)
-    own = tl.load(experts + token * PICKED + place, place < PICKED, 1 << 30)
-    share = tl.load(weights + token * PICKED + place, place < PICKED, 0.0).to(tl.float32)
+    place = tl.arange(0, TOP_K_BLOCK)
+    own = tl.load(experts + token * TOP_K + place, place < TOP_K, 1 << 30)
+    share = tl.load(weights + token * TOP_K + place, place < TOP_K, 0.0).to(tl.float32)
     before = (own[None, :] < own[:, None]) | (
         (own[None, :] == own[:, None]) & (place[None, :] < place[:, None])
     )
     rank = tl.sum(before.to(tl.int32), 1)
     total = tl.zeros((BLOCK,), tl.float32)
-    for turn in range(PICKED):
+    for turn in range(TOP_K):
         which = tl.sum(tl.where(rank == turn, place, 0), 0)
         factor = tl.sum(tl.where(rank == turn, share, 0.0), 0)
-        at = parts + (token * PICKED + which) * HIDDEN + column
+        at = parts + (token * TOP_K + which) * HIDDEN + column
         total += tl.load(at, column < HIDDEN, 0.0).to(tl.float32) * factor
     tl.store(output + token * HIDDEN + column, total.to(output.dtype.element_ty), column < HIDDEN)
 
@@ -163,7 +163,7 @@ def sum_expert_outputs(parts: Tensor, experts: Tensor, weights: Tensor) -> Tenso
         experts: [tokens, active]: expert ids.
         weights: [tokens, active]: weights of these experts.
     """
-    tokens, picked = experts.shape
+    tokens, top_k = experts.shape
     hidden, use = parts.shape[1], choose_tiles("experts_sum")
     output = parts.new_empty(tokens, hidden)
     _add[(tokens, triton.cdiv(hidden, use["elements"]))](
@@ -171,7 +171,7 @@ def sum_expert_outputs(parts: Tensor, experts: Tensor, weights: Tensor) -> Tenso
         experts,
         weights,
         output,
-        **_sums(hidden, picked, use),
+        **_sums(hidden, top_k, use),
         num_warps=use["warps"],
     )
     return output
@@ -225,9 +225,9 @@ def _inner_tile(inputs: int, most: int) -> int:
     return half if inputs % most and inputs % half == 0 and half >= MIN_INNER else most
 
 
-def _sums(hidden: int, picked: int, use: Mapping[str, int]) -> dict[str, int]:
-    block = triton.next_power_of_2(picked)
-    return {"HIDDEN": hidden, "PICKED": picked, "PICKED_BLOCK": block, "BLOCK": use["elements"]}
+def _sums(hidden: int, top_k: int, use: Mapping[str, int]) -> dict[str, int]:
+    block = triton.next_power_of_2(top_k)
+    return {"HIDDEN": hidden, "TOP_K": top_k, "TOP_K_BLOCK": block, "BLOCK": use["elements"]}
 
 
 def _product(
@@ -250,16 +250,16 @@ def _product(
     )
 
 
-def _sum(kind: str, hidden: int, picked: int) -> KernelSpec:
+def _sum(kind: str, hidden: int, top_k: int) -> KernelSpec:
     tensors = {"parts": f"*{kind}", "experts": "*i64", "weights": "*fp32", "output": f"*{kind}"}
     return KernelSpec(
-        f"{hidden} of {picked} experts, {kind}",
+        f"{hidden} of {top_k} experts, {kind}",
         _add,
         tensors,
         {},
         stages=3,
         aligned=(*tensors,),
-        tuned=TunedConstants("experts_sum", {}, lambda use: _sums(hidden, picked, use)),
+        tuned=TunedConstants("experts_sum", {}, lambda use: _sums(hidden, top_k, use)),
     )
 
 

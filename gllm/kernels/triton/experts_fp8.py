@@ -35,7 +35,7 @@ from gllm.kernels.triton.tiles import choose_tiles
 @triton.jit
 def _multiply(
     x, x_scales, codes, scales, bias, output, order, bounds, x_row,
-    PICKED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr,
@@ -52,7 +52,7 @@ def _multiply(
     if expert < EXPERTS:
         GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
         BLOCKS: tl.constexpr = (GROUPS + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-        source, to = block_rows(row, pair, PICKED, GATE)
+        source, to = block_rows(row, pair, TOP_K, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         maps: tl.constexpr = 2 if GATE != "" else 1

@@ -36,7 +36,7 @@ from gllm.kernels.triton.tiles import choose_tiles
 def _multiply(
     x, codes, high, scales, scale_units, minimums, minimum_units, table, bias, output, order,
     bounds, x_row,
-    PICKED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     SPAN: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
     ZERO: tl.constexpr, TABLE: tl.constexpr, MINIMUMS: tl.constexpr, GROUPS: tl.constexpr,
@@ -50,7 +50,7 @@ def _multiply(
     block = tl.program_id(1)
     expert, row, there, pair = find_block(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
-        source, to = block_rows(row, pair, PICKED, GATE)
+        source, to = block_rows(row, pair, TOP_K, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         SPANS: tl.constexpr = (INPUTS + SPAN - 1) // SPAN

@@ -167,12 +167,12 @@ def prepare_experts(
         sizes: number of experts, of selected experts, hidden size, intermediate size.
         element: bytes per element of the activations in the products.
         table: "experts", or "experts_fp8" and "experts_grouped" with weights in FP8 or of 4 bits.
-        device: of the tensors.
+        device: device of the tensors.
     """
-    count, picked, hidden, inner = sizes
+    count, top_k, hidden, inner = sizes
     dtype = torch.float32 if element == 4 else torch.bfloat16
     x = _random(5, tokens, hidden).to(dtype)
-    shares, chosen = _random(6, tokens, count).softmax(-1).topk(picked)
+    shares, chosen = _random(6, tokens, count).softmax(-1).topk(top_k)
     make = _four_bits if table == "experts_grouped" else _stack
     up: Stack = make(count, 2 * inner, hidden)
     down: Stack = make(count, hidden, inner)
@@ -228,11 +228,11 @@ def _moved(weights: S, device: torch.device) -> S:
 
 
 def prepare_experts_sum(
-    tokens: int, picked: int, hidden: int, device: torch.device
+    tokens: int, top_k: int, hidden: int, device: torch.device
 ) -> PreparedTuningCase:
     """Prepare the tuning case of the weighted sum of the selected experts' outputs."""
-    parts = _random(9, tokens, picked, hidden).to(torch.bfloat16)
-    shares, chosen = _random(6, tokens, 2 * picked).softmax(-1).topk(picked)
+    parts = _random(9, tokens, top_k, hidden).to(torch.bfloat16)
+    shares, chosen = _random(6, tokens, 2 * top_k).softmax(-1).topk(top_k)
     expected = (parts.to(torch.float32) * shares[:, :, None]).sum(1)
     tensors = [one.to(device) for one in (parts.flatten(0, 1), chosen, shares)]
     run = partial(gpu_experts.sum_expert_outputs, *tensors)

@@ -81,15 +81,18 @@ def sparse_attention_model(
     interleaved: bool = False,
     has_indexer: Sequence[bool] | None = None,
 ) -> ModelSpec:
-    """Return a model with latent attention whose tokens attend to selected keys.
+    """Add sparse attention (DSA) to a model with latent attention (MLA).
+
+    An indexer scores the keys of a layer for each token, which attends to the `index_topk` best.
 
     Args:
         config: the model's configuration.
-        model: the same with full attention.
-        num_heads: heads of the indexers if config.json names no number.
-        interleaved: True if their rotary embedding is interleaved if config.json does not say it.
-        has_indexer: True for each layer that selects keys; the others attend to those of the layer
-            before. None if every layer selects.
+        model: the model with full attention.
+        num_heads: default of `index_n_heads`, the heads of an indexer.
+        interleaved: default of `indexer_rope_interleave`: True if the rotary embedding of an
+            indexer rotates neighbouring elements.
+        has_indexer: for each layer, True if it has an indexer; other layers reuse the keys of the
+            layer before. None if all layers have one.
     """
     config.require_value("layer_types", ["indexed_attention"] * model.num_layers)
     name = "self_attn.indexer"

@@ -21,7 +21,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the ModelSpec of Jamba, whose Mamba blocks have norms of steps, keys and queries."""
+    """Build the ModelSpec of Jamba, whose Mamba blocks normalize dt, B and C."""
     config.set_defaults(num_key_value_heads=8, max_position_embeddings=262_144)
     config.rename(
         state_size="mamba_d_state",

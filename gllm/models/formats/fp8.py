@@ -24,7 +24,7 @@ class StoredFp8(StoredFormat):
     is_read_on_cpu = False
 
     def load(self, layer: StoredLinear) -> Weight:
-        """Load a layer; see StoredFormat."""
+        """Return the part of a layer's weight, as `StoredFormat.load` specifies."""
         block, cuts = layer.spec.block, (layer.rows, layer.columns)
         wide = widen_shards(cuts, block)
         codes = layer.read("weight", layer.shape, wide)

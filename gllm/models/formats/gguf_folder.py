@@ -32,19 +32,17 @@ MAX_NAME = 64
 """Longest part of a folder's name that is of the file's, in characters."""
 
 
-def make_gguf_folder(path: Path, root: Path | None = None) -> Path:
-    """Return the model folder of a GGUF file, written if it is missing.
+def make_gguf_folder(path: Path) -> Path:
+    """Return the model folder of a GGUF file in the user's cache, written if it is missing.
 
     Args:
         path: the file, or one part of a split one.
-        root: folder in which it is written; None for one in the user's cache.
 
     Raises:
         ModelError: the file is invalid, not implemented or no language model, or a part is missing.
     """
     parts = [part.absolute() for part in find_parts(path)]
-    root = root or cache_folder() / "gguf"
-    target = root / f"{gguf_stem(path.name)[:MAX_NAME]}-{_digest(parts)}"
+    target = cache_folder() / "gguf" / f"{gguf_stem(path.name)[:MAX_NAME]}-{_digest(parts)}"
     try:
         make_folder(
             target,

@@ -51,7 +51,11 @@ class GgufMetadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer; of a list with one value per layer that value, if they are equal."""
+        """Return an integer; a list with one equal value per layer counts as that value.
+
+        Raises:
+            ModelError: the value is no integer, or is absent and there is no default.
+        """
         value = self._scalar(key)
         if value is None and default is not None:
             return default

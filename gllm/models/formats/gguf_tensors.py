@@ -150,7 +150,7 @@ class GgufStoredTensor:
 
         Args:
             cuts: shard of each dimension; empty for the whole tensor.
-            dtype: of the floats that the weights represent.
+            dtype: dtype of the floats that the weights represent.
         """
         parts, columns = self._cut(cuts)
         return [_packed(part, columns, dtype) for part in parts]

@@ -177,10 +177,12 @@ class Vocabulary:
         return None
 
     def added_tokens(self, strips_right: bool) -> list[dict[str, Any]]:
-        """Return the tokens that are found before the text is split, by id.
+        """Return the entries of `added_tokens` in tokenizer.json, in the order of their ids.
+
+        The tokenizer finds these tokens before it splits the text.
 
         Args:
-            strips_right: control tokens take the spaces behind them.
+            strips_right: True if control tokens also match the spaces behind them (`rstrip`).
         """
         keeps = ("<unk>", "<s>", "<|endoftext|>")
         return [

@@ -13,7 +13,7 @@ class StoredInt8(StoredFormat):
     devices = ("cpu",)
 
     def load(self, layer: StoredLinear) -> Weight:
-        """Load a layer; see StoredFormat."""
+        """Return the part of an int8 layer's weight, as `StoredFormat.load` specifies."""
         outputs = layer.shape[0]
         codes = layer.read("weight", layer.shape, (layer.rows, layer.columns))
         stored = layer.shape_of("weight_scale")

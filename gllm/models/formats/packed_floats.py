@@ -37,7 +37,7 @@ class StoredNvfp4(StoredFormat):
     devices = DEVICES
 
     def load(self, layer: StoredLinear) -> Weight:
-        """Load a layer; see StoredFormat."""
+        """Return the part of an NVFP4 layer's weight, as `StoredFormat.load` specifies."""
         parts = group_inputs(layer)
         outputs, groups = layer.shape[0], parts.num_stored
         scales = layer.read("weight_scale", (outputs, groups), (layer.rows, parts.groups))

@@ -38,7 +38,7 @@ class StoredAwq(StoredFormat):
     devices = DEVICES
 
     def load(self, layer: StoredLinear) -> Weight:
-        """Load a layer; see StoredFormat."""
+        """Return the part of a layer's AWQ weight, as `StoredFormat.load` specifies."""
         outputs, inputs = layer.shape
         rows, parts = widen_cut(layer.rows, outputs), group_inputs(layer)
         words, groups = bit_words(outputs, AWQ_BITS), parts.num_stored
@@ -75,7 +75,7 @@ class StoredGptq(StoredFormat):
     """Added to stored zeros, modulo the number of codes."""
 
     def load(self, layer: StoredLinear) -> Weight:
-        """Load a layer; see StoredFormat."""
+        """Return the part of a layer's GPTQ weight, as `StoredFormat.load` specifies."""
         (outputs, inputs), width = layer.shape, layer.spec.width
         rows, parts = widen_cut(layer.rows, outputs), group_inputs(layer)
         groups, columns = parts.num_stored, parts.cut
@@ -116,7 +116,7 @@ class StoredPackQuantized(StoredFormat):
     devices = DEVICES
 
     def load(self, layer: StoredLinear) -> Weight:
-        """Load a layer; see StoredFormat."""
+        """Return the part of a compressed-tensors weight, as `StoredFormat.load` specifies."""
         (outputs, inputs), width = layer.shape, layer.spec.width
         parts = group_inputs(layer)
         groups, columns = parts.num_stored, parts.cut

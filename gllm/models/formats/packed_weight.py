@@ -146,7 +146,7 @@ def grouped_weight(
 
     Args:
         layer: the layer.
-        layout: of the codes in memory.
+        layout: layout of the codes in memory.
         unpack: returns the codes [outputs, inputs] uint8 of some outputs, in the order of `order`.
         scales: [outputs, groups], of the part to load.
         minimums: [outputs, groups] likewise.

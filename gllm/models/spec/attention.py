@@ -160,7 +160,7 @@ class LatentAttentionSpec:
     num_selected: int | None = None
     """Keys that a token attends to at most; None for all before it."""
     indexer: IndexerSpec | None = None
-    """Selects these keys; None if the layer before selects them, or nobody does."""
+    """Selects these keys; None if the layer before selects them, or no layer does."""
 
     @property
     def follows_selection(self) -> bool:

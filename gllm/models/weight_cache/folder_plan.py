@@ -71,7 +71,7 @@ def find_stale(files: Iterable[CachedFile], current: PartName, now: float) -> li
     left behind by a process that has died.
 
     Args:
-        files: of the folder.
+        files: files of the folder.
         current: name of any part of the model that is loaded; its variant does not matter.
         now: seconds since the epoch.
     """
@@ -96,7 +96,7 @@ def find_evictions(
     """Return the names of the files to remove so that another one fits, least recently used first.
 
     Args:
-        files: of the folder.
+        files: files of the folder.
         kept: names of files that may not be removed.
         needed_bytes: size of the new file.
         limit_bytes: largest size of all files together.

@@ -57,7 +57,7 @@ def encode_part(part: object, ranks: Ranks) -> EncodedPart:
 
     Args:
         part: modules, or a tuple of them.
-        ranks: of the part's modules, which a decoded part gets anew.
+        ranks: ranks of the part's modules, which a decoded part gets anew.
 
     Raises:
         NotEncodableError: the part has other objects, or tensors that are not in host memory.
@@ -197,9 +197,9 @@ def decode_part(tree: Any, data: Tensor, ranks: Ranks) -> Any:
     """Return the part of a model that `encode_part` encoded; its tensors are views of `data`.
 
     Args:
-        tree: of an EncodedPart.
+        tree: tree of an EncodedPart.
         data: [bytes] uint8: the spans at their offsets, aligned to ALIGNMENT bytes.
-        ranks: of the part's modules.
+        ranks: ranks of the part's modules.
 
     Raises:
         ValueError: the tree is not of this version of gllm.

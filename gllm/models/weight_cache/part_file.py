@@ -86,7 +86,7 @@ def write_part_file(
     A file of that name that another process has written meanwhile stays.
 
     Args:
-        path: of the file.
+        path: path of the file.
         part: whose memory is written.
         header: without the digest of the data.
         reserve: called with the size of the file before its space is allocated.

@@ -71,7 +71,7 @@ class WeightCache:
             facts: everything but the files and `describe` that decides how weights are packed, such
                 as the dtype, by name.
             describe: returns all of the model's specification that decides a part, by its index.
-            ranks: of the modules that `load` returns.
+            ranks: ranks of the modules that `load` returns.
 
         Raises:
             ModelError: the model's files are missing or damaged.
@@ -105,7 +105,7 @@ class WeightCache:
         """Map a part.
 
         Args:
-            index: of the part, as for `describe`.
+            index: index of the part, as for `describe`.
 
         Returns:
             The part and the bytes of its weights; None if it has to be read from the model.
@@ -137,7 +137,7 @@ class WeightCache:
         """Write a part that was read from the model.
 
         Args:
-            index: of the part.
+            index: index of the part.
             part: the modules.
             weight_bytes: size that counts as that of its weights.
 
@@ -153,7 +153,7 @@ class WeightCache:
             log.debug("a part of the model stays out of the weight cache: %s", error)
             return part
         if read_file_status(self._model_folder) != self._files_status:
-            # They are being replaced: nobody knows of which the part is.
+            # They are being replaced: the part may be of the old or the new files.
             return part
         kernels = _kernels_of(encoded.dtypes)
         header = PartHeader(key, kernels, weight_bytes, 0, "", encoded.tree)

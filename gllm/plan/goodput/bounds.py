@@ -63,20 +63,20 @@ class GoodputBounds:
             reason,
         )
 
-    def least_gpus(self, rate: float) -> int:
+    def min_gpus(self, rate: float) -> int:
         """Return a lower bound of the GPUs for a rate, also for engines of several kinds.
 
         It is that of the whole engines of each phase, wherever they are placed.
         """
-        least = [bisect_left(rates, rate * (1 - ROUNDING)) for rates in self._most_rates()]
+        least = [bisect_left(rates, rate * (1 - ROUNDING)) for rates in self._max_rates()]
         return max(2, sum(least))
 
-    def most_rate(self) -> float:
+    def max_rate(self) -> float:
         """Return an upper bound of the rate on all GPUs: those of each phase are divided best."""
-        prefill, decode = self._most_rates()
+        prefill, decode = self._max_rates()
         return max(map(min, prefill, reversed(decode)))
 
-    def _most_rates(self) -> list[list[float]]:
+    def _max_rates(self) -> list[list[float]]:
         """Return for each phase the highest bound of the rate by number of GPUs, from 0 on."""
         shape, cluster = self._problem.shape, self._problem.cluster
         choices = list(engine_choices(cluster, shape.heads, shape.layers))

@@ -32,7 +32,7 @@ class SystemPlacer:
     def __init__(self, problem: ServiceProblem, costs: EngineCosts, network: str) -> None:
         self._problem, self._costs, self._network = problem, costs, network
 
-    def most_units(self, unit: PlacementUnit) -> int:
+    def max_units(self, unit: PlacementUnit) -> int:
         """Return how many copies of a unit the cluster holds."""
         cluster = self._problem.cluster
         groups = len(cluster.nodes) // unit.num_nodes

@@ -230,7 +230,7 @@ class GoodputPlanner:
         search = search_best(bounds, evaluate, lambda value: value, self._budget)
         unit = require_best("unit", search, bounds)
         per_gpu = values_of(search, bounds)[unit]
-        count = self._placer.most_units(unit)
+        count = self._placer.max_units(unit)
         system = self._placer.unit_system(unit, count)
         rate = count * per_gpu * unit.num_gpus
         return self._certify(system, unit, rate, per_gpu, {"unit": search})
@@ -240,7 +240,7 @@ class GoodputPlanner:
     ) -> Iterator[_Candidate]:
         """Yield numbers of each unit that may serve a rate by its bound."""
         for unit, bound in bounds:
-            for count in range(1, self._placer.most_units(unit) + 1):
+            for count in range(1, self._placer.max_units(unit) + 1):
                 if not bound.reason and count * unit.num_gpus * bound.score >= rate:
                     system = self._placer.unit_system(unit, count)
                     yield _Candidate(system, unit, count * unit.num_gpus * bound.expected)
@@ -298,7 +298,7 @@ class GoodputPlanner:
             judged = self._judge_at(candidate.system, rate)
             if judged.attainment.is_met:
                 per_gpu = rate / candidate.system.num_gpus
-                bound = self._bounds.least_gpus(rate)
+                bound = self._bounds.min_gpus(rate)
                 return GoodputPlan(
                     candidate.system, candidate.unit, rate, per_gpu, judged.outcome,
                     judged.attainment, {}, bound, self._num_judged,
@@ -347,7 +347,7 @@ class GoodputPlanner:
             judged[best].outcome,
             judged[best].attainment,
             searches,
-            self._bounds.most_rate(),
+            self._bounds.max_rate(),
             self._num_judged,
         )
 
@@ -412,7 +412,7 @@ class GoodputPlanner:
             problem.seed,
             first_rate=first_rate,
             num_steps=NUM_STEPS,
-            most_rate=max(bound.score, first_rate),
+            max_rate=max(bound.score, first_rate),
         )
 
     def lay_out(self, plan: GoodputPlan) -> ServingPlan:

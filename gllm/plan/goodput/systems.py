@@ -303,7 +303,7 @@ class GoodputTask(NamedTuple):
     """Upper end of the first range of rates that the search tries, in requests per second."""
     num_steps: int = NUM_STEPS
     """Number of rates in that range: the precision of the search."""
-    most_rate: float = inf
+    max_rate: float = inf
     """Upper bound of the goodput by formulas; higher rates are not simulated."""
 
 
@@ -377,7 +377,7 @@ def measure_goodput(task: GoodputTask, check: Callable[[], None] | None = None) 
 
     def attains(index: int, *_: int) -> bool:
         rate = index * step
-        if not 0 < rate <= task.most_rate:
+        if not 0 < rate <= task.max_rate:
             return rate == 0
         num_requests = _count_requests(rate, task.num_requests)
         if task.phase:

@@ -249,15 +249,14 @@ def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL)
     return num_tokens * shape.layers * shape.kv_bytes / (bandwidth * OVERLAP_FACTOR)
 
 
-def simulate_point(point: ClusterPoint, check: Callable[[], None] | None = None) -> PointOutcome:
+def simulate_point(point: ClusterPoint) -> PointOutcome:
     """Simulate prefill and decode machines at a request rate and check Splitwise's nine SLOs.
 
     Args:
         point: Machines, workload and rate.
-        check: Called now and then; an error that it raises ends the simulation.
     """
     jobs = point.jobs(point.num_requests)
-    lines, busy = _serve(point, jobs, check)
+    lines, busy = _serve(point, jobs, None)
     pairs = pair_latencies(lines, jobs, point.model)
     span = max(line.times[-1] for line in lines) - jobs[0].arrival_seconds
     return PointOutcome(check_slos(pairs), len(pairs) / span, busy)

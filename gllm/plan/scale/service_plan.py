@@ -78,8 +78,8 @@ class EngineOption(NamedTuple):
     num_gpus: int
     max_rate: float
     """Requests per second that an engine cannot exceed within the limits, by a closed form."""
-    least_engines: int
-    """Engines that the planned rate needs by this bound; 0: no number suffices."""
+    min_engines: int
+    """Lower bound of the number of engines for the planned rate; 0: no number suffices."""
     fleet: JudgedFleet | None = None
     """Smallest fleet that was found."""
     note: str = ""
@@ -87,7 +87,10 @@ class EngineOption(NamedTuple):
 
 
 class ScaleResult(NamedTuple):
-    """Result of `plan_scale`: GPUs per engine, and the number of engines by request rate."""
+    """Result of `plan_scale`: GPUs per engine, and number of engines as a function of the rate.
+
+    As in Aladdin, an engine is called a worker.
+    """
 
     workers: list[WorkerType]
     """Throughput of an engine by number of GPUs."""
@@ -103,10 +106,10 @@ class ScaleResult(NamedTuple):
     """Number of engines as a function of the request rate, fitted to `points`: that of the plan."""
     scheduler: SchedulerConfig
     """Scheduler options of the engines, simulated and planned."""
-    least_gpus: int
-    """GPUs that a relaxation needs for the planned rate: no plan has fewer."""
+    min_gpus: int
+    """Lower bound of the number of GPUs for the planned rate, from the bounds of `options`."""
     num_cut: int = 0
-    """Requests of the longest simulation that were cut to the limit of tokens."""
+    """Requests of the longest simulation that were shortened to the limit of tokens."""
     note: str = ""
     """Reason why the search ended early; empty if it did not."""
 
@@ -216,13 +219,13 @@ class ScaleSearch:
         self._engines = engines
         options = [EngineOption(degree, 0.0, 0, note=reason) for degree, reason in reasons.items()]
         options += [self._bound(engine, degree) for degree, engine in engines.items()]
-        able = [option for option in options if option.least_engines]
+        able = [option for option in options if option.min_engines]
         if not able:
             raise ValueError(
                 f"slo: no number of {device} serves a request of {model} within the limits: loosen "
                 "a limit or the attainment"
             )
-        least_gpus = min(option.num_gpus * option.least_engines for option in able)
+        min_gpus = min(option.num_gpus * option.min_engines for option in able)
         expected = {worker.num_gpus: worker.rate for worker in workers}
         chosen, options, note = self._choose_engine(
             sorted(options, key=lambda each: (-expected.get(each.num_gpus, 0.0), each.num_gpus))
@@ -240,7 +243,7 @@ class ScaleSearch:
             note = self._compare(worker, points)
         rule = plan_rule([(point.rate, point.placed.num_workers) for point in points])
         return ScaleResult(
-            workers, sorted(options), worker, fit, points, rule, self.scheduler, least_gpus,
+            workers, sorted(options), worker, fit, points, rule, self.scheduler, min_gpus,
             num_cut, note,
         )  # fmt: skip
 
@@ -252,7 +255,7 @@ class ScaleSearch:
         assert self.problem.rate is not None
         if not rate:
             return EngineOption(degree, 0.0, 0, note="a token takes longer than the limit")
-        return EngineOption(degree, rate, _least_engines(self.problem.rate, rate))
+        return EngineOption(degree, rate, _min_engines(self.problem.rate, rate))
 
     def _describe(self, degree: int) -> tuple[WorkerSpec, FittedLatency]:
         prompts = sorted(job.num_prompt_tokens for job in self._jobs)
@@ -311,25 +314,25 @@ class ScaleSearch:
         rate = self.problem.rate
         assert rate is not None
         best: EngineOption | None = None
-        done, note = [option for option in options if not option.least_engines], ""
-        able = [option for option in options if option.least_engines]
+        done, note = [option for option in options if not option.min_engines], ""
+        able = [option for option in options if option.min_engines]
         for option in able:
-            most = min(MAX_WORKERS, max(MIN_LIMIT, BOUND_FACTOR * option.least_engines))
+            most = min(MAX_WORKERS, max(MIN_LIMIT, BOUND_FACTOR * option.min_engines))
             if best is not None and best.fleet is not None:
                 num_gpus = best.num_gpus * best.fleet.num_workers
                 # Among equals the fewest GPUs per engine win.
                 is_smaller = option.num_gpus < best.num_gpus
                 most = min(most, floor((num_gpus - (not is_smaller)) / option.num_gpus))
-            if most < option.least_engines:
+            if most < option.min_engines:
                 done.append(option._replace(note="cannot be cheaper"))
                 continue
             if note:
                 done.append(option._replace(note=f"not tried: {note}"))
                 continue
             worker, _ = self._describe(option.num_gpus)
-            start = min(most, option.least_engines + 1)
+            start = min(most, option.min_engines + 1)
             try:
-                fleet = self._search(self._case(worker, rate), start, most, option.least_engines)
+                fleet = self._search(self._case(worker, rate), start, most, option.min_engines)
             except (SearchEndedError, KeyboardInterrupt) as error:
                 note = str(error) or "interrupted"
                 fleet = self._met
@@ -387,7 +390,7 @@ class ScaleSearch:
             most = points[-1].placed
             rate = share * highest.rate
             start = ceil(share * highest.placed.num_workers)
-            least = _least_engines(rate, option.max_rate)
+            least = _min_engines(rate, option.max_rate)
             try:
                 fleet = self._least(self._case(worker, rate), start, most.num_workers - 1, least)
             except (SearchEndedError, KeyboardInterrupt) as error:
@@ -412,7 +415,7 @@ class ScaleSearch:
         return ""
 
 
-def _least_engines(rate: float, engine_rate: float) -> int:
+def _min_engines(rate: float, engine_rate: float) -> int:
     """Return the least number of engines, at least 1, for a rate, by that of one engine."""
     return max(1, ceil(rate / engine_rate - 1e-9))
 

@@ -94,7 +94,7 @@ def forecast_fleet(
 
     least, most = best.num_engines, best.num_engines
     if problem.rate is not None:
-        least, most = planner.least_engines(best.design), max_engines(problem, best.design)
+        least, most = planner.min_engines(best.design), max_engines(problem, best.design)
     try:
         find_last(serves, -best.num_engines, 1, -most, -least)
     except SearchEndedError:

@@ -65,7 +65,7 @@ class DesignTrial(NamedTuple):
     """First request rate of one engine, requests per second."""
     rule: CapacityRule
     """Criteria of a sustained rate with long enough simulations: see `DesignPlanner.rule_of`."""
-    least_engines: int = 1
+    min_engines: int = 1
     """Number of engines below which the problem's rate cannot be served."""
     max_model_len: int | None = None
     """Longest sequence of an engine in tokens; None: that of the simulation options."""
@@ -261,14 +261,14 @@ class DesignPlanner:
     def _hopeless_reason(self, bounds: EngineBounds) -> str:
         limits = self.problem.limits
         first = limits.limit_of("ttft")
-        if first is not None and bounds.least_first_token_seconds(first[1]) > first[0]:
+        if first is not None and bounds.min_first_token_seconds(first[1]) > first[0]:
             return LONG_PROMPT
         steps = [limit[0] for name in ("tpot", "itl") if (limit := limits.limit_of(name))]
-        if steps and bounds.least_token_seconds() > min(steps):
+        if steps and bounds.min_token_seconds() > min(steps):
             return LONG_STEP
         return ""
 
-    def least_engines(self, design: EngineDesign) -> int:
+    def min_engines(self, design: EngineDesign) -> int:
         """Return a number of engines below which the problem's rate cannot be served."""
         return count_planned_engines(self.problem, design, self._highest_rate(design))
 
@@ -276,7 +276,7 @@ class DesignPlanner:
         estimate = self.estimate(design).capacity
         start = START_SHARE * estimate or FALLBACK_RATE
         length = self.deployment_of(design).scheduler.max_model_len
-        return DesignTrial(design, start, self.rule_of(design), self.least_engines(design), length)
+        return DesignTrial(design, start, self.rule_of(design), self.min_engines(design), length)
 
     def _describe_unfit(self) -> str:
         """Return the constraint of the largest design, which is the closest to fitting."""

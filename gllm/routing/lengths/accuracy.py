@@ -62,11 +62,11 @@ class LengthAccuracy:
         self._actual = [0] * len(BUCKET_NAMES)
 
     def record(self, predicted_tokens: float, num_tokens: int) -> None:
-        """Add an output.
+        """Count the prediction of one output.
 
         Args:
-            predicted_tokens: its length as predicted when the request arrived.
-            num_tokens: its length.
+            predicted_tokens: length in tokens that was predicted when the request arrived.
+            num_tokens: actual length in tokens.
         """
         bucket, predicted = bucket_of(num_tokens), bucket_of(predicted_tokens)
         self._counts[bucket][(predicted > bucket) - (predicted < bucket)] += 1
@@ -80,7 +80,7 @@ class LengthAccuracy:
 
     @property
     def right_share(self) -> float:
-        """Share of the outputs whose bucket was predicted, 0..1; 0 without outputs."""
+        """Share of the outputs whose bucket was predicted correctly, 0..1; 0 without outputs."""
         num_outputs = self.num_outputs
         return sum(counts[0] for counts in self._counts) / num_outputs if num_outputs else 0.0
 

@@ -1,7 +1,6 @@
 """Predictors of output lengths by name: the values of `--length-predictor`."""
 
 from gllm.scheduler.output_lengths import (
-    UNKNOWN_LENGTH_TOKENS,
     LengthPredictor,
     LimitLengthPredictor,
     PromptLengthPredictor,
@@ -29,18 +28,17 @@ def check_length_predictor(text: str) -> str:
     return text
 
 
-def make_length_predictor(text: str, prior: int = UNKNOWN_LENGTH_TOKENS) -> LengthPredictor:
-    """Return a new predictor.
+def make_length_predictor(text: str) -> LengthPredictor:
+    """Return a new predictor of output lengths, without history.
 
     Args:
         text: its name, or the path of a file that `gllm profile lengths` wrote.
-        prior: prediction of by-max-tokens while no similar request has finished.
 
     Raises:
         ValueError: there is no such predictor, or the file is no length classifier.
     """
     if text == BY_MAX_TOKENS:
-        return LimitLengthPredictor(prior)
+        return LimitLengthPredictor()
     if text == BY_PROMPT:
         return PromptLengthPredictor()
     # The others load numpy, which routers do without.

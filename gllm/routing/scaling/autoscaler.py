@@ -305,7 +305,7 @@ class Autoscaler:
     ) -> list[str]:
         """Return the starting engines to drain because they take the places of others.
 
-        They are never undrained: they would serve nobody.
+        They are never undrained: they would serve no request.
         """
         first_seen = now, self._num_replacements
         self._starting = {
@@ -340,7 +340,7 @@ class Autoscaler:
         undrain = tuple(engine.name for engine in back)
         drain: list[str] = []
         if len(ready) >= self.num_needed:
-            # One that has not started serves nobody; one that serves few loses little.
+            # One that has not started serves no request; one that serves few loses little.
             ordered = sorted(starting, key=lambda engine: engine.name)
             ordered += sorted(ready, key=lambda engine: (engine.num_requests, engine.name))
             num_surplus = len(ready) + len(starting) - num_wanted

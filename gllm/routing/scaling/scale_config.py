@@ -65,7 +65,7 @@ class ScaleConfig:
         return self.scale is not None
 
     def limits(self) -> tuple[int, int]:
-        """Return the least and the greatest number of engines; 0, 0 without scaling.
+        """Return the minimum and maximum number of engines; 0, 0 without scaling.
 
         Raises:
             ValueError: The text is not MIN:MAX with 0 <= MIN <= MAX and 1 <= MAX.

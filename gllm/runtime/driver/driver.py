@@ -69,8 +69,8 @@ class DriverPacing:
         """Create the pacing of a pipeline, and set its first depth.
 
         Args:
-            scheduler: of the pipeline.
-            bytes_per_token: of the activations between two stages.
+            scheduler: scheduler of the pipeline.
+            bytes_per_token: bytes of activations per token between two stages.
         """
         self._scheduler = scheduler
         self._bytes_per_token = bytes_per_token
@@ -237,7 +237,7 @@ class Driver:
         """Create the driver.
 
         Args:
-            scheduler: of the pipeline.
+            scheduler: scheduler of the pipeline.
             first_stage: called with the messages for the stage of this process.
             other_stages: channels to the other stages, in order, each to all ranks of its stage.
             frontend: channel to the parent.

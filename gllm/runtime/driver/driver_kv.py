@@ -53,7 +53,7 @@ class DriverKv:
         """Create the object, without a KV mover.
 
         Args:
-            scheduler: of the driver.
+            scheduler: scheduler of the driver.
             report: sends to the head process.
             clock: returns the time in seconds.
             machines: send a command to the mover of each other machine of the engine.

@@ -50,7 +50,7 @@ class DriverRelay:
         Args:
             context: ZeroMQ context of this process.
             run: number of the head's start.
-            epoch: of the stages.
+            epoch: epoch of the stages.
             address: to which they connect.
             senders: workers of this machine in the epoch.
             send: sends a frame to the head.

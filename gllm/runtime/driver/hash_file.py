@@ -34,8 +34,8 @@ class HashFile(BlockListener):
         """Read the hashes of the earlier driver and remove them from the file.
 
         Args:
-            descriptor: of a memory file: a new one, or that of the earlier driver. One for another
-                number of blocks counts as new. It stays the caller's.
+            descriptor: file descriptor of a memory file, which the caller closes: a new file, or
+                that of the earlier driver. One for another number of blocks counts as new.
             num_blocks: blocks of the pool.
 
         Raises:

@@ -157,7 +157,7 @@ class MoverGroup:
         return True
 
     def fetch(self, command: FetchKv | LoadKvFromDisk) -> str:
-        """Fetch blocks on all machines; return why that is impossible, empty if it is not."""
+        """Start a fetch on all machines; return why that is impossible, "" if it has started."""
         if not self.is_complete:
             return GONE
         self._fetches[command.fetch] = _GroupFetch(set(self._movers))

@@ -43,7 +43,7 @@ class PlanRecord:
         """Size and map the memory.
 
         Args:
-            descriptor: of an empty memory file; it stays open and the caller's.
+            descriptor: file descriptor of an empty memory file; it stays open and the caller's.
             max_in_flight: most uncommitted plans of a lane.
             max_rows: most rows of a plan; rows beyond are left out of the record.
             num_lanes: number of lanes.
@@ -98,8 +98,8 @@ def read_uncommitted(descriptor: int) -> set[int]:
     """Return the ids of the sequences that were in uncommitted plans or waited for their grammar.
 
     Args:
-        descriptor: of the shared memory that `PlanRecord` writes. If no driver has written it, the
-            result is empty.
+        descriptor: file descriptor of the shared memory that `PlanRecord` writes. If no driver has
+            written it, the result is empty.
     """
     size = os.fstat(descriptor).st_size
     if size < _HEADER.size:

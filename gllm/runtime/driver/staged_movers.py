@@ -27,10 +27,10 @@ RING_FULL = "no staging blocks are free: raise --kv-staging-tokens"
 
 
 class StagingBlocks:
-    """Staging blocks that are free. Those that were freed longest ago are used first."""
+    """Free list of staging blocks: those that were freed longest ago are allocated first."""
 
     def __init__(self, num_blocks: int) -> None:
-        """Create with all blocks free."""
+        """Create the list with the blocks 0 to `num_blocks` - 1."""
         self._free = list(range(num_blocks))
 
     @property
@@ -39,14 +39,14 @@ class StagingBlocks:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return blocks that nobody uses; None if there are too few."""
+        """Remove `count` blocks from the free list and return them; None if there are too few."""
         if count > len(self._free):
             return None
         blocks, self._free = self._free[:count], self._free[count:]
         return blocks
 
     def free(self, blocks: list[int]) -> None:
-        """Return blocks that nobody uses any more."""
+        """Add blocks to the free list."""
         self._free += blocks
 
 
@@ -86,7 +86,7 @@ class StagedMovers:
         num_workers: int,
         copy: Callable[[CopyKvBlocks], None],
     ) -> None:
-        """Create without tickets and fetches.
+        """Create movers without tickets and fetches.
 
         Args:
             movers: read and write the staging blocks.
@@ -125,9 +125,13 @@ class StagedMovers:
         self._movers.connect(machine, send)
 
     def serve(self, command: ServeKv) -> bool:
-        """Serve a prompt that is computed; return False if its blocks are free.
+        """Copy a computed prompt's blocks to staging blocks, from which other engines fetch them.
 
-        Its layers can be read one by one, as soon as they are copied.
+        A layer can be read as soon as it is copied.
+
+        Returns:
+            False if no staging blocks are free or a mover is not connected: the ticket is not
+            served, and the prompt's blocks need not be held.
         """
         ticket = command.ticket
         if ticket in self._tickets:
@@ -145,14 +149,14 @@ class StagedMovers:
         )
 
     def revoke(self, ticket: int, now: float) -> bool:
-        """Revoke a ticket; return False if its blocks are free."""
+        """Revoke a ticket; return False if nothing reads blocks under it."""
         if ticket not in self._tickets:
             return False
         self._movers.revoke(ticket, now)
         return True
 
     def fetch(self, command: FetchKv) -> str:
-        """Fetch blocks; return why that is impossible, empty if it is not."""
+        """Start a fetch to staging blocks; return why that is impossible, "" if it has started."""
         staging_ids = self._blocks.allocate(len(command.block_ids))
         if staging_ids is None:
             return RING_FULL
@@ -167,7 +171,7 @@ class StagedMovers:
         self._movers.cancel(number, now)
 
     def on_report(self, machine: int, report: KvReport, now: float) -> list[KvReport]:
-        """Handle a report of one machine; return those that now hold for the engine."""
+        """Handle a report of one mover; return the reports that now hold for the whole engine."""
         reports: list[KvReport] = []
         for merged in self._movers.on_report(machine, report, now):
             match merged:
@@ -188,7 +192,7 @@ class StagedMovers:
         return reports
 
     def on_copied(self, number: int) -> list[KvReport]:
-        """Handle a worker's report of a copy; return the reports that it lets pass."""
+        """Handle a worker's report of a copy; return the reports that waited for it."""
         self._copies[number] -= 1
         if self._copies[number]:
             return []

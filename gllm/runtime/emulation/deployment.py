@@ -40,8 +40,8 @@ def build_emulated_deployment(
     """Return the deployment by which the simulator predicts an emulated engine.
 
     Args:
-        config: of an engine with an emulated device.
-        model: of the model folder; it gives the sizes if the model is not of the simulator's table.
+        config: configuration of an engine with an emulated device.
+        model: specification of the model, used for the sizes of models that the simulator lacks.
         max_model_len: longest sequence in tokens.
         degrees: ranks of each stage; None for those of the configuration.
         layers: layers of each stage; None for an equal division or the profile's.

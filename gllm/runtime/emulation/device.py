@@ -58,10 +58,10 @@ class EmulatedDevice:
         """Create a device that is idle.
 
         Args:
-            cost: of the pipeline.
+            cost: cost model of the pipeline.
             stage: index of the stage.
             speed: all predicted times are divided by this.
-            sender_clock: of the machine of the stage before; None if it is this one.
+            sender_clock: clock of the previous stage's machine; None if that is this machine.
         """
         self._cost, self._stage, self._speed = cost, stage, speed
         self._sender_clock = sender_clock
@@ -73,7 +73,7 @@ class EmulatedDevice:
         Args:
             sent_at: end of the step on the stage before, by its own timeline and clock.
             now: time at which this process has the activations.
-            work: of the step.
+            work: work of the step.
             is_remote: True if the activations crossed a real link, whose time counts.
         """
         if self._sender_clock is not None:
@@ -89,7 +89,7 @@ class EmulatedDevice:
         """Return the begin and the end of the next step.
 
         Args:
-            work: of the step.
+            work: work of the step.
             ready_at: time at which its plan and its activations have arrived.
 
         Raises:

@@ -11,13 +11,13 @@ from gllm.models.spec.layer import LayerSpec, SequenceMixerSpec
 def shrink_entries(
     layers: Sequence[LayerSpec], model_layers: Sequence[LayerSpec]
 ) -> list[LayerSpec]:
-    """Return layers whose cache entries have fewer elements per head, by one factor for a model.
+    """Return layers with smaller KV cache entries: head dimensions divided by their common divisor.
 
-    Blocks, layers and heads stay, so that transfers consist of the same parts.
+    Blocks, layers and heads stay the same, so that KV transfers have the same number of parts.
 
     Args:
-        layers: of a stage.
-        model_layers: all layers of the model.
+        layers: layers of a stage, which are returned with smaller heads.
+        model_layers: all layers of the model, which determine the divisor.
     """
     factor = math.gcd(*(size for layer in model_layers for size in _sizes(layer.attention)))
 

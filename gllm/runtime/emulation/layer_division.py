@@ -24,8 +24,8 @@ def divide_by_predictions(
     """Return the layers of each stage of which the slowest is as fast as possible.
 
     Args:
-        config: of an engine with an emulated device.
-        model: of the model folder.
+        config: configuration of an engine with an emulated device.
+        model: specification of the model.
         max_model_len: longest sequence in tokens, whose keys and values each stage has space for.
 
     Returns:

@@ -139,7 +139,7 @@ class EmulatedOutput:
         """Return logits by which sampling takes a token of a text if the request permits it.
 
         Args:
-            text: of the sequence.
+            text: text of the sequence.
             index: position of the token in the output, from 0.
             has_grammar: True if the output has a grammar, which allows the text in few places.
 

@@ -183,7 +183,7 @@ class EngineClient(RequestClient):
         return stream
 
     def submit_entry(self, entry: JournalEntry, request_id: str = "") -> RequestStream:
-        """Send a request with its predicted output length; see RequestClient."""
+        """Predict the output length of a request, then send it as `RequestClient` does."""
         if self.output_lengths is not None and not entry.predicted_output_tokens:
             query = LengthQuery(len(entry.prompt), entry.max_tokens, entry.prompt)
             entry.length_estimate = self.output_lengths.estimate(query)

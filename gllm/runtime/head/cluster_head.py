@@ -63,16 +63,16 @@ class ClusterHead:
         make_links: Callable[..., LinkProcess] | None = None,
         freeze_timeout: float = FREEZE_SECONDS,
     ) -> None:
-        """Create the head of a cluster that nobody has joined.
+        """Create the head of a cluster without members.
 
         Args:
-            config: of the nodes; `nnodes` and the address are resolved.
+            config: configuration of the nodes; `nnodes` and the address are resolved.
             secret_file: file of the node secret; None without encryption, on loopback only.
-            facts: of this machine, which the agents have to share.
+            facts: facts about this machine, which the agents have to share.
             degrees: ranks of each stage of the engine.
             recovery_timeout: time in seconds after which agents without a head end.
             make_links: creates the data mover of this machine; None for a process.
-            freeze_timeout: see LinkChild.
+            freeze_timeout: as in `LinkChild`.
 
         Raises:
             ValueError: the address, the secret or the number of stages cannot be used.
@@ -139,7 +139,7 @@ class ClusterHead:
         """Connect the nodes that have joined to an engine that starts.
 
         Args:
-            context: of the head's process, for sessions with the driver.
+            context: ZeroMQ context of the head's process, for sessions with the driver.
             supervisor: runs the engine's workers.
             receiver: handles messages of the agents, and nodes that join, leave or are lost.
         """
@@ -186,7 +186,7 @@ class ClusterHead:
     def reports(self, stages: Mapping[str, list[int]]) -> list[NodeReport]:
         """Return the state of each node, this one first.
 
-        stages: of each node, by its name in placements.
+        stages: stages of each node, by its name in placements.
         """
         head = report_head(
             self.name,
@@ -246,7 +246,7 @@ class ClusterHead:
 
     @property
     def num_losses(self) -> int:
-        """Losses of nodes, each time counted."""
+        """Number of times that a node was lost; a node that was lost twice counts twice."""
         return sum(record.num_losses for record in self.hub.membership.nodes.values())
 
     @property
@@ -267,7 +267,7 @@ class ClusterHead:
 
         Args:
             cause: reason for the agents' logs.
-            is_failure: True if the agents shall exit with 1.
+            is_failure: True if the agents have to exit with status 1.
         """
         if self._is_stopped:
             return

@@ -423,7 +423,7 @@ class EventReceiver:
     def on_node_lost(
         self, session: AgentSession, cause: str, is_death: bool, has_left: bool
     ) -> None:
-        """Handle the end of a session."""
+        """Handle the end of a node's session, as `NodeListener.on_node_lost` specifies."""
         remote = self._group.remotes.get(session.name)
         if remote is None or remote.session is not session:
             return
@@ -479,9 +479,9 @@ class EventReceiver:
         """Report a node that has joined or returned.
 
         Args:
-            session: of its agent.
+            session: session of its agent.
             workers: living workers of an earlier session that it keeps; their instances are closed.
-            is_spare: True if it shall get stages only when others are lost.
+            is_spare: True if it gets stages only when other nodes are lost.
         """
         name, join = session.name, session.join
         threads = configured_threads(self._hub.facts.config, join.config)

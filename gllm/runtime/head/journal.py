@@ -149,7 +149,7 @@ class JournalEntry:
         Args:
             first_seq: wire id of the first living choice; the others follow without gaps.
             now: time in seconds of the clock of `arrival`.
-            request_id: for the logs of the receiver.
+            request_id: id of the request, for the logs of the receiver.
         """
         choices = sorted(self.alive)
         outputs = [self.outputs[choice].copy() for choice in choices]

@@ -241,9 +241,9 @@ class KvEventPublisher:
         """Create a publisher; `start` opens its sockets.
 
         Args:
-            config: with events enabled.
+            config: configuration with events enabled.
             block_size: tokens per block.
-            source: of the changes.
+            source: source of the changes.
         """
         self.endpoint = ""
         """Address of the PUB socket, with the port that it is bound to."""

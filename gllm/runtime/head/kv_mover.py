@@ -84,10 +84,10 @@ class MachineKvMover:
             connect_worker: gives the first worker of the machine in an epoch the descriptor of its
                 end of the channel to the process, which stays the caller's.
             backend: `EngineConfig.kv_transfer`; None for no transfers, but a disk tier.
-            encoding: of fetches over TCP, a name of LINK_ENCODINGS.
+            encoding: encoding of fetches over TCP, a name of LINK_ENCODINGS.
             address: HOST:PORT at which engines of other machines fetch; empty if they cannot.
             create_child: creates the owner of the process.
-            freeze_timeout: see LinkChild.
+            freeze_timeout: as in `LinkChild`.
             speed: factor of the bandwidth of the backend mock.
             disk: `EngineConfig.kv_cache_disk`; empty for no disk tier.
         """
@@ -275,14 +275,14 @@ class EngineKvMover:
         """Create the movers of an engine without caches.
 
         Args:
-            connect_driver: see MachineKvMover; the first worker of this machine has the driver.
+            connect_driver: as in `MachineKvMover`; the first worker of this machine has the driver.
             backend: `EngineConfig.kv_transfer`; None for an engine without transfers, which may
                 have a disk tier.
-            encoding: see MachineKvMover.
-            address: see MachineKvMover.
-            create_child: see MachineKvMover.
-            freeze_timeout: see MachineKvMover.
-            speed: see MachineKvMover.
+            encoding: as in `MachineKvMover`.
+            address: as in `MachineKvMover`.
+            create_child: as in `MachineKvMover`.
+            freeze_timeout: as in `MachineKvMover`.
+            speed: as in `MachineKvMover`.
             send_to_node: sends to the agents of other machines.
             disk: see MachineKvMover.
         """

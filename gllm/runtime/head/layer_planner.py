@@ -96,8 +96,8 @@ class LayerPlanner:
 
         Args:
             config: configuration of the engine.
-            layers: of each stage, as configured or by weights.
-            costs: of the model's layers, the same on every stage, until they are measured.
+            layers: layers of each stage, as configured or by weights.
+            costs: costs of the model's layers, the same on every stage, until they are measured.
             limits: conditions under which another division is proposed; None for the defaults.
             find_gpu_models: returns the models of this machine's GPUs.
         """

@@ -67,7 +67,7 @@ class LinkChild:
 
         Args:
             identity: first message to each process.
-            certificate: of this machine; None without encryption. It belongs to the caller.
+            certificate: this machine's certificate, closed by the caller; None without encryption.
             owner: gets the starts, messages and ends.
             freeze_timeout: time in seconds after which a frozen worker is replaced.
         """
@@ -164,7 +164,7 @@ class LinkChild:
             inherited.close()
         self._channel = own
         self._listening = loop.create_future()
-        # An error that nobody waits for is logged by `_on_exit`.
+        # An error that no task waits for is logged by `_on_exit`.
         self._listening.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.process.watch(self._on_exit)
         loop.add_reader(own.fileno(), self._read)
@@ -224,7 +224,7 @@ class LinkChild:
         if cause:
             text = f"the data port {self.identity.listen} cannot be bound: {cause}"
             self._listening.set_exception(OSError(text))
-            # Another process tries again later: nobody can connect to this one.
+            # Another process tries again later: no peer can connect to this one.
             self.kill()
             return
         self._listening.set_result(port)
@@ -307,13 +307,13 @@ class LinkProcess:
         Args:
             node: name of this machine.
             listen: HOST:PORT at which it accepts data connections, port 0 for any; empty for none.
-            certificate: of this machine; None without encryption. It belongs to the caller.
+            certificate: this machine's certificate, closed by the caller; None without encryption.
             congestion: congestion control of TCP; None for that of the system.
-            node_timeout: in seconds; see ConfigureLink.
+            node_timeout: seconds, as in `ConfigureLink`.
             policy: order of the steps that wait for a connection, a name of LINK_POLICIES.
-            encoding: of activations, a name of LINK_ENCODINGS.
-            freeze_timeout: see LinkChild.
-            min_bytes_per_second: see ConfigureLink.
+            encoding: encoding of activations, a name of LINK_ENCODINGS.
+            freeze_timeout: as in `LinkChild`.
+            min_bytes_per_second: as in `ConfigureLink`.
         """
         self.links: list[LinkState] = []
         """Data connections, as the process has reported them last."""

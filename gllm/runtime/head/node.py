@@ -106,7 +106,7 @@ class Node(ABC):
 
     @abstractmethod
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process; None if it has exited or has none of its own."""
+        """Return the state of a worker's process; None if it has exited or is unknown."""
 
     @abstractmethod
     def dump_stacks(self, sender: int) -> None:
@@ -143,8 +143,8 @@ class Node(ABC):
         """Make this machine's workers measure their speed, or load layers while their stage serves.
 
         Args:
-            assignment: with `is_probe`, or with the number of a planned change or of what a standby
-                worker maps.
+            assignment: assignment with `is_probe`, or with the number of a planned change or of what
+                a standby worker maps.
             folder: folder of the model.
             node: the only machine whose workers prepare; None for all.
         """
@@ -229,7 +229,7 @@ class Node(ABC):
         """Return new edges, and a new region for each stage with several ranks.
 
         Args:
-            assignment: of the next epoch.
+            assignment: assignment of the next epoch.
             files: closes the descriptors in this process.
 
         Raises:
@@ -304,8 +304,8 @@ class Node(ABC):
         """Connect this machine's end of an edge to another machine.
 
         Args:
-            assignment: of the next epoch.
-            number: of the edge.
+            assignment: assignment of the next epoch.
+            number: number of the edge.
             edge: files of this machine's end.
             nodes: machine that sends, machine that receives.
 
@@ -428,7 +428,7 @@ class LocalNode(Node):
             self.workers[sender].process.kill()
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process; None if it has exited or has none of its own."""
+        """Return the state of a worker's process; None if it has exited or is unknown."""
         if sender not in self.workers:
             return None
         usage = self.workers[sender].process.read_usage()

@@ -412,7 +412,7 @@ class NodeGroup(Node):
         self._node_of(sender).kill(sender)
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process; None if it has exited or has none of its own."""
+        """Return the state of a worker's process; None if it has exited or is unknown."""
         return self._node_of(sender).sample(sender)
 
     def dump_stacks(self, sender: int) -> None:

@@ -105,8 +105,8 @@ class AgentSession:
     def capacity(self, num_workers: int) -> int:
         """Return the largest number of workers on the node: one per GPU.
 
-        num_workers: of the engine; a machine without a GPU can have all of them, with fewer threads
-            each.
+        num_workers: number of workers of the engine. A machine without a GPU can run all of them,
+            with fewer threads each.
         """
         facts = self.join.facts
         return len(facts.devices) or max(facts.num_cores, num_workers)
@@ -119,7 +119,7 @@ class AgentSession:
     def dismiss(self, cause: str) -> None:
         """End the membership of the node; its agent ends the session.
 
-        cause: for the agent's log.
+        cause: cause, for the agent's log.
         """
         self.dismissed_at = time.monotonic()
         self.send(nodes.LeaveCluster(cause))
@@ -153,8 +153,8 @@ class NodeListener(Protocol):
         """Handle the end of a session.
 
         Args:
-            session: it has ended.
-            cause: description.
+            session: session with the node's agent, which has ended.
+            cause: description of the loss, for logs.
             is_death: True if the agent has closed the connection without a message, so that its
                 process has probably died.
             has_left: True if the agent has ended its membership by itself.
@@ -267,12 +267,11 @@ class NodeHub:
         """Create a hub that is not bound.
 
         Args:
-            config: of the nodes.
+            config: configuration of the nodes.
             secret_file: file of the node secret; None without encryption, on loopback only.
             run: number of this start of the head process.
-            facts: of the head, which the agents have to share; those of a master have an empty
-                model.
-            name: of the head's own node, which no agent may have.
+            facts: facts about the head that the agents have to share; a master has an empty model.
+            name: name of the head's own node, which no agent may have.
             recovery_timeout: time in seconds after which agents without a head end.
             times: intervals and limits.
 
@@ -396,7 +395,7 @@ class NodeHub:
         """Send an agent the answer that its node is a member.
 
         Args:
-            session: of the agent.
+            session: session of the agent.
             workers: living workers of its earlier session that are still needed.
         """
         session.send(
@@ -421,7 +420,7 @@ class NodeHub:
 
         Args:
             cause: reason for the agents' logs.
-            is_failure: True if the agents shall exit with 1.
+            is_failure: True if the agents have to exit with status 1.
         """
         self.listener, self._is_stopping = None, True
         self.broadcast(nodes.LeaveCluster(cause, is_failure))

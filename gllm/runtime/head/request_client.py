@@ -84,7 +84,7 @@ class RequestClient(ABC):
             n: number of choices.
             priority: requests with smaller values run earlier.
             cache_salt: cached prefixes are shared within one salt.
-            request_id: for `abort_request`.
+            request_id: id by which `abort_request` finds the request.
             session: name of a conversation, whose requests have prefixes in common.
             slo: service-level objective.
             handoff: part of it in a hand-off; None without one.
@@ -109,8 +109,8 @@ class RequestClient(ABC):
         """Send a request to a scheduler, or park it.
 
         Args:
-            entry: of a new request, or of one that another process continues here.
-            request_id: for `abort_request`.
+            entry: journal entry of a new request, or of one that another process continues here.
+            request_id: id by which `abort_request` finds the request.
 
         Raises:
             TypeError, ValueError, OverflowError: the entry cannot be encoded; nothing was sent.
@@ -191,7 +191,7 @@ class RequestClient(ABC):
         """Send a request's living choices with new wire ids.
 
         Args:
-            stream: of a parked or new request.
+            stream: stream of a parked or new request.
             send: sends to the scheduler.
             choices: table of the choices that this scheduler has, by wire id.
         """

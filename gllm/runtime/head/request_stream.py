@@ -57,7 +57,7 @@ class RequestStream:
         """Create the stream.
 
         Args:
-            entry: of the request.
+            entry: journal entry of the request.
             request_id: id of the request, not unique.
             pending: streams whose listeners have to be notified; this stream adds itself when it
                 gets its first delta.

@@ -268,7 +268,7 @@ class Supervisor:
 
         Args:
             folder: folder of the model.
-            node: of the workers.
+            node: node of the workers.
             logs: configuration of the workers' logs.
             cluster: nodes that have joined; None for this machine alone.
 

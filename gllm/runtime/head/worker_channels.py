@@ -66,7 +66,7 @@ class WorkerChannels:
         """Create the channels of an engine without workers.
 
         Args:
-            hub: of the workers of this machine.
+            hub: hub of the workers of this machine.
             socket: address of the hub.
         """
         self._hub = hub

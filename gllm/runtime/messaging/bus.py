@@ -95,10 +95,10 @@ class Hub(BusSocket):
         """Create a hub that is bound to no address.
 
         Args:
-            context: with one I/O thread, so that events of connections arrive in order.
+            context: ZeroMQ context with one I/O thread, which keeps events of connections in order.
             run: number of this start of the head process; 0 for hubs of a fleet.
             decode: decoder of the messages that the peers may send.
-            authenticator: of the same context; None if peers need no node secret.
+            authenticator: authenticator of the same context; None if peers need no node secret.
             max_guests: maximum sessions of senders that are not expected.
             handshake_seconds: time limit of the handshake of a peer.
         """
@@ -418,12 +418,12 @@ class Spoke(BusSocket):
         """Connect to a hub and send Hello.
 
         Args:
-            context: of the process.
+            context: ZeroMQ context of the process.
             run: number of this start of the head process; 0 for hubs of a fleet.
             sender: id of this process.
-            address: of a hub that is bound already: there is no second attempt.
+            address: address of a hub that is bound already: there is no second attempt.
             decode: decoder of the messages that the hub may send.
-            keys: of the hub's node secret; None if the hub needs none.
+            keys: keys derived from the hub's node secret; None if the hub needs none.
         """
         is_remote = address.startswith("tcp:")
         super().__init__(context, zmq.DEALER, MAX_QUEUED_FRAMES if is_remote else 0)

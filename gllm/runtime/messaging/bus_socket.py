@@ -222,9 +222,9 @@ class BusSocket(ABC):
         """Create the socket.
 
         Args:
-            context: of the process.
+            context: ZeroMQ context of the process.
             kind: type of a ZeroMQ socket.
-            max_queued_frames: for each peer and direction; 0 for no limit.
+            max_queued_frames: maximum of queued frames per peer and direction; 0 for no limit.
             handshake_seconds: time limit of a handshake.
         """
         self._socket = context.socket(kind)
@@ -300,7 +300,7 @@ class BusSocket(ABC):
         The messages that arrived before the end may still wait to be read.
 
         Args:
-            event: of ZeroMQ's monitor.
+            event: event of ZeroMQ's monitor.
             value: descriptor of the connection in this process, or the cause of the failure.
         """
 

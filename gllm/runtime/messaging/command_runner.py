@@ -48,7 +48,7 @@ class CommandRunner(Generic[Receiver]):
         return {receiver: error for receiver, error in errors.items() if error}
 
     def on_done(self, receiver: Receiver, report: CommandDone) -> None:
-        """Handle a receiver's report; one on a command that nobody waits for is ignored."""
+        """Handle a receiver's report; a report on a command that no task waits for is ignored."""
         futures = self._waiting.get(report.command_id, {})
         if receiver in futures:
             _complete(futures[receiver], report.error)

@@ -150,7 +150,7 @@ class Discovery:
         """Create the discovery of HOST:PORT, or of dns:NAME:PORT for all addresses of a name.
 
         Args:
-            entry: of --router or --engines.
+            entry: entry of --router or --engines.
             resolve: resolution of host names.
             resolve_seconds: interval at which a name with several addresses is resolved again.
 
@@ -200,7 +200,7 @@ class PeerConnection:
         """Create a session that has just begun.
 
         Args:
-            address: of the peer, for logs.
+            address: address of the peer, for logs.
             send: queues a message.
             now: time in seconds.
         """
@@ -511,7 +511,7 @@ class ConnectionPool:
 
         Args:
             connection: the session.
-            cause: for logs.
+            cause: cause, for logs.
             is_refused: an end refused the session, so that the next attempt may wait.
         """
         if close := self._closers.pop(connection, None):

@@ -1,4 +1,4 @@
-"""Sessions of a router with its engines: who is attached, and who is refused."""
+"""Sessions of a router with its engines: which engines are attached, and which are refused."""
 
 import logging
 import time

@@ -32,14 +32,14 @@ class OwnedContext(zmq.Context[zmq.Socket[bytes]]):
             self._open_sockets.discard(socket)
 
 
-def create_context(owner: object, num_threads: int = 1) -> OwnedContext:
-    """Create a context that ends with its owner, which still should close it.
+def create_context(owner: object) -> OwnedContext:
+    """Create a context that is destroyed with its owner, if the owner has not closed it.
 
     Args:
         owner: object that no socket of the context refers to.
-        num_threads: I/O threads; with one, events of connections arrive in order.
     """
-    context = OwnedContext(num_threads)
+    # With one I/O thread, events of connections arrive in order.
+    context = OwnedContext(1)
     # Not at exit, where other threads may still use it and nothing waits for it.
     weakref.finalize(owner, _destroy, context, os.getpid()).atexit = False
     return context

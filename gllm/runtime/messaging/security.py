@@ -343,7 +343,7 @@ class Authenticator:
         """Bind the handler of a context, which does not answer yet.
 
         Args:
-            context: of the hub.
+            context: ZeroMQ context of the hub.
             secret: secrets of the members.
             reload_seconds: interval at which the secret file is read again.
         """

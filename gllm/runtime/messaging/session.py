@@ -71,7 +71,7 @@ class SessionReceiver:
         """Create the receiver.
 
         Args:
-            run: of this head process.
+            run: random number of this start of the head process.
             decode: decoder of the messages that the peer's role may send.
             epoch: the current one; ANY_EPOCH before the first.
             max_kept_bytes: size limit of the messages of later epochs.

@@ -15,7 +15,6 @@ import msgspec
 import zmq
 
 from gllm.messages import nodes
-from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.options.addresses import Resolve, resolve_host
 from gllm.options.exit_status import UNAVAILABLE_STATUS
@@ -155,7 +154,9 @@ class Agent:
         """
         self._finished = asyncio.get_running_loop().create_future()
         context = create_context(self)
-        self._workers = AgentWorkers(context, self._node, self._send, self._clock, self._config)
+        self._workers = AgentWorkers(
+            context, self._node, self._dialer.send, self._clock, self._config
+        )
         self._node.remote_edges = self._links
         self._is_running = True
         if self._end_cause:
@@ -240,11 +241,6 @@ class Agent:
         self._load = self._read_load()
         return NodeReading(self._workers.sample(), self._load, list(self._links.links))
 
-    def _send(self, message: WireMessage) -> None:
-        """Send a message to the head; it is dropped unless this machine is a member."""
-        if self._dialer.is_member and self._dialer.session is not None:
-            self._dialer.session.send(message)
-
     def _clock(self) -> ClockOffset | None:
         session = self._dialer.session
         return None if session is None else session.clock
@@ -283,8 +279,8 @@ class Agent:
         log.info("node %s is a member of the engine at %s", self._config.name, self._config.head)
         self._links.begin_run(
             welcome.run,
-            lambda epoch, edge: self._send(nodes.EdgeOpened(epoch, edge)),
-            lambda epoch, edge, cause: self._send(nodes.EdgeLost(epoch, edge, cause)),
+            lambda epoch, edge: self._dialer.send(nodes.EdgeOpened(epoch, edge)),
+            lambda epoch, edge, cause: self._dialer.send(nodes.EdgeLost(epoch, edge, cause)),
         )
         self._preparing = asyncio.create_task(self._prepare(welcome))
         self._preparing.add_done_callback(self._on_task_done)

@@ -68,7 +68,7 @@ class AgentWorkers:
             node: runs the workers.
             send: sends a message to the head; drops it without a session.
             clock: returns the offset of the head's clock; None without a session.
-            config: of the agent.
+            config: configuration of the agent.
         """
         self.run = 0
         """Number of the head's start that the workers belong to; 0 for none."""

@@ -58,7 +58,7 @@ class AgentConfig:
     rank: int | None = None
     """Node rank; None for a machine that joins without one."""
     is_spare: bool = False
-    """True if the machine shall get stages only when another one is lost."""
+    """True if the machine gets stages only when another one is lost."""
     model_hash: str = ""
     """Digest of the model; empty if the machine learns the model from the head."""
     engine_config: bytes = b""
@@ -109,7 +109,7 @@ class AgentStatus:
     links: Sequence[nodes.LinkState] = ()
     """Data connections of this machine."""
     clock_offset_seconds: float | None = None
-    """The head's clock minus the own one."""
+    """Clock of the head minus the clock of this machine."""
     round_trip_seconds: float | None = None
     """Least round trip of the last heartbeats."""
 
@@ -143,7 +143,7 @@ class HeadSession:
         Args:
             context: ZeroMQ context of this process.
             address: HOST:PORT of the head's hub, with a numeric host.
-            keys: of the node secret; None without encryption.
+            keys: keys derived from the node secret; None without encryption.
             join: first message.
             on_message: called with `WelcomeNode` and all messages after it but heartbeats.
             read_node: returns the state of this machine.
@@ -296,12 +296,12 @@ class HeadDialer:
         """Create a dialer that has not started.
 
         Args:
-            config: of the agent.
+            config: configuration of the agent.
             resolve: resolution of host names.
             make_join: returns the first message of a session.
-            on_message: see HeadSession.
-            read_node: see HeadSession.
-            decode: see HeadSession.
+            on_message: called with `WelcomeNode` and all messages after it but heartbeats.
+            read_node: returns the state of this machine for a heartbeat.
+            decode: decoder of the messages that the head may send.
 
         Raises:
             ValueError: the head's address or the secret file cannot be used.
@@ -331,6 +331,11 @@ class HeadDialer:
         """True if the peer is no head but the master of a cluster."""
         refusal = None if self.session is None else self.session.refusal
         return refusal is not None and refusal.is_master
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message to the head; it is dropped unless this machine is a member."""
+        if self.session is not None and self.session.is_member:
+            self.session.send(message)
 
     async def leave(self, message: nodes.LeaveCluster) -> None:
         """Notify the head that this machine leaves, if it is a member; `close` is to follow."""

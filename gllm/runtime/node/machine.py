@@ -157,8 +157,8 @@ class MachineMonitor:
         """Start to measure.
 
         Args:
-            gpus: of the machine; None to find them.
-            power: of the processors; None for the kernel's counters.
+            gpus: GPUs of the machine; None to find them.
+            power: power meter of the processors; None for the kernel's counters.
             clock: monotonic time in seconds.
             sensors: utilization and temperatures of the processors.
             proc: mount point of the process file system, which has the memory.

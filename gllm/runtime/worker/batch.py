@@ -34,7 +34,7 @@ def plan_windows(
 
     Args:
         rows: query and context lengths and block tables of the step's sequences.
-        dtype: of the queries.
+        dtype: dtype of the queries.
         windows: those of the stage's layers.
         backend: name of the attention backend; None for the default.
 
@@ -63,7 +63,7 @@ class Batch:
     placeholders: list[tuple[int, int]]
     """(token row, sequence) of inputs that the previous step samples; first stage only."""
     lane: int = 0
-    """Lane of the step: see StepPlan."""
+    """Lane of the step, as `StepPlan.lane`."""
     embeddings: Tensor | None = None
     """[embedding rows, hidden] float32, once computed."""
     draft_rows: DraftRows | None = None

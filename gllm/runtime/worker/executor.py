@@ -160,8 +160,8 @@ class Executor(ABC):
         """Choose dtypes and the attention backend.
 
         Args:
-            model_config: of the whole model.
-            engine_config: of the engine.
+            model_config: configuration of the whole model.
+            engine_config: configuration of the engine.
             num_stages: stages of the pipeline.
             layers: indices of the stage's layers.
             device: that computes.
@@ -293,7 +293,7 @@ class Executor(ABC):
         """Load the weights of the draft, unless they are held.
 
         Args:
-            folder: of the model.
+            folder: folder of the model.
             running: executors that compute; they keep their draft until a successor takes it.
         """
         draft = self._draft
@@ -569,13 +569,15 @@ class Executor(ABC):
     def describe_kv_cache(self, model: str) -> KvLayout:
         """Return the layout of the KV cache, which is allocated in a file.
 
-        model: see KvLayout.
+        model: digest of the model, as in `KvLayout.model`.
         """
         layers = self._whole_model.layers
         return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
 
-    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
-        """Count each step's computed layers in shared memory, to send KV blocks layer by layer.
+    def share_layer_progress(self, kv_memory: int, layout: KvLayout) -> None:
+        """Publish in shared memory how many layers of each step are computed (`LayerProgress`).
+
+        The KV mover reads it to send the KV blocks of a prompt layer by layer.
 
         Args:
             kv_memory: descriptor of the file of the KV cache, as in `allocate`.
@@ -833,7 +835,7 @@ class DeviceBackend:
     """Default transport of edges (a name of gllm.transport.registry), and implementation of the
     groups of ranks (a name of gllm.transport.groups)."""
     streams: "tuple[DeviceRuntime, DeviceStream] | None" = None
-    """The device's queues and the compute stream, for transports; None on a CPU."""
+    """The device and the compute stream, for transports; None on a CPU."""
 
     def __init__(self, assignment: "StageAssignment", executor: Executor) -> None:
         """Create the backend of a stage around its executor."""

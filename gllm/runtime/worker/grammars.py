@@ -48,7 +48,7 @@ class GuideFactory:
 
         Args:
             folder: folder of the model.
-            vocab_size: of the model.
+            vocab_size: vocabulary size of the model.
             eos_ids: tokens that end a sequence.
             max_compiled: compiled grammars that are cached.
             max_copies: sequences that get a copy of one compiled grammar.

@@ -56,10 +56,10 @@ class KVCache:
         """Allocate the memory.
 
         Args:
-            layers: of the stage.
+            layers: layers of the stage.
             num_blocks: usable blocks.
             block_size: tokens per block.
-            dtype: of keys and values.
+            dtype: dtype of keys and values.
             zeros: creates a tensor of a shape and dtype; None for one on the CPU.
             num_state_slots: state slots of recurrent layers.
         """

@@ -41,7 +41,7 @@ class KvFile:
         """Map the header and the checksums.
 
         Args:
-            descriptor: of a memory file: a new one, or that of an earlier worker.
+            descriptor: file descriptor of a memory file: a new one, or that of an earlier worker.
             description: all that decides the layout and the content of the cache, apart from the
                 other arguments. A file with another one is emptied.
             num_blocks: blocks that have a checksum.
@@ -73,7 +73,7 @@ class KvFile:
 
         Args:
             shape: [num_blocks or more, ...].
-            dtype: of the elements.
+            dtype: dtype of the elements.
 
         Raises:
             OSError: the file cannot have the size, or cannot be mapped.

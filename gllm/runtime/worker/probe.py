@@ -136,7 +136,7 @@ class LayerProbe:
         """Choose the device.
 
         Args:
-            assignment: of the worker.
+            assignment: assignment of the worker.
             model: the whole model.
             layers: indices of the layers.
             clock: CPU time of the calling thread in seconds.
@@ -257,8 +257,8 @@ class StageProbe:
         """Create a probe.
 
         Args:
-            assignment: with preliminary layers.
-            cache: of earlier measurements; None for the default folder.
+            assignment: assignment with preliminary layers.
+            cache: cache of earlier measurements; None for the default folder.
             measured_seconds: time after which a step is not repeated any more.
             make_probe: loads some layers and times their steps.
         """

@@ -87,7 +87,7 @@ class TwoLaneQueue:
     def __init__(self, receivers: Sequence[Receiver]) -> None:
         """Create an empty queue.
 
-        receivers: of the lanes; none on the first stage, where steps need no activations.
+        receivers: receivers of the lanes; none on the first stage, where steps need no activations.
         """
         self._receivers = receivers
         self._order = LaneOrder()
@@ -129,7 +129,7 @@ class TwoLaneQueue:
 
     def _wait(self) -> None:
         """Wait for a new step, or for activations of the oldest steps."""
-        # Only of lanes with a step: an event that nobody reads would end every wait.
+        # Only of lanes with a step: an event that is not read would end every wait.
         waiting = {
             receiver.event: lane
             for lane, receiver in enumerate(self._receivers)
@@ -163,15 +163,15 @@ class StageRunner:
         """Start the threads.
 
         Args:
-            executor: with its KV cache allocated.
-            receivers: of the lanes of the edge from the previous stage; none on the first stage.
-            senders: of the lanes of the edge to the next stage; none on the last stage.
+            executor: executor with its KV cache allocated.
+            receivers: receivers from the previous stage, one per lane; empty on the first stage.
+            senders: senders to the next stage, one per lane; empty on the last stage.
             on_result: called on the event loop with the messages for the driver.
             on_error: called on the event loop with the error that ends the stage; with
                 GroupClosedError if another rank has ended it.
             min_step_seconds: sleep until a step has taken this long.
             slowdown: sleep until a step has taken this many times as long as it did.
-            groups: of all ranks of the stage; None where it has one rank.
+            groups: groups of all ranks of the stage; None where it has one rank.
         """
         self.num_steps = 0
         """Steps computed."""
@@ -308,7 +308,7 @@ class StageRunner:
             self._executor.bind_thread()
             run()
         except BaseException as error:
-            # Whatever fails because the stage is being closed concerns nobody.
+            # Errors that closing the stage causes are not reported.
             if not self.is_closed:
                 self._loop.call_soon_threadsafe(self._on_error, error)
             self._cancel_groups()
@@ -368,7 +368,7 @@ class StageRunner:
             self._report_slow_step(plan, begin, end)
         if sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
-        # Last, so that nobody waits for it. A block without its checksum is computed again.
+        # Last, so that no other stage waits for it. A block without its checksum is computed again.
         self._executor.store_checksums(batch)
 
     def _begin(self, plan: StepPlan, batch: Batch | str) -> torch.Tensor | None:

@@ -106,7 +106,7 @@ def open_hash_file(assignment: StageAssignment, num_blocks: int) -> HashFile | N
     """Open the file with the hashes of the KV blocks that outlives the driver.
 
     Args:
-        assignment: of the driver's worker.
+        assignment: assignment of the driver's worker.
         num_blocks: KV blocks on each stage.
 
     Returns:

@@ -69,10 +69,11 @@ class StageLoader:
         """Create a loader that has not started.
 
         Args:
-            assignment: of the stage.
+            assignment: assignment of the stage.
             on_progress: called on the loading thread with the bytes loaded and in total.
-            previous: of a closed instance, and of layers that were prepared for this one.
-            running: of the instance that computes meanwhile, with which layers are shared.
+            previous: loaders of a closed instance and of layers that were prepared for this one,
+                whose layers are reused.
+            running: loader of the instance that computes meanwhile, with which layers are shared.
         """
         self._assignment = assignment
         self._on_progress = on_progress
@@ -122,7 +123,7 @@ class StageLoader:
         Raises:
             ModelError: the folder does not have them.
             FieldError: weights, KV cache or attention cannot be as configured.
-            LoadCancelledError: nobody needs them any more.
+            LoadCancelledError: the weights are no longer needed.
         """
         assignment = self._assignment
         folder, num_gpus = Path(assignment.model_folder), count_gpus(assignment.config.device)
@@ -197,7 +198,7 @@ class StageLoader:
         """Report progress.
 
         Raises:
-            LoadCancelledError: nobody needs the weights any more.
+            LoadCancelledError: the weights are no longer needed.
         """
         if self._is_cancelled:
             raise LoadCancelledError
@@ -278,8 +279,9 @@ class StageResources:
             assignment: its descriptors belong to the resources from now on.
             on_progress: called on the loading thread with the bytes loaded and in total.
             on_error: called on any thread with the error that ends the stage.
-            previous: of a closed instance, whose weights are taken over.
-            prepared: layers that were loaded for this instance, or for one of several stages.
+            previous: resources of a closed instance, whose weights are reused.
+            prepared: layers that were loaded for this instance, or for one of several stages; None
+                for none.
         """
         self.runner: StageRunner | None = None
         """Threads that compute and sample, once they are started."""
@@ -351,7 +353,7 @@ class StageResources:
                 self.kv_layout = executor.describe_kv_cache(model)
                 is_pushed = self._assignment.config.scheduler.push_threshold is not None
                 if is_pushed or executor.num_staging_blocks:
-                    executor.count_layers(kv_memory, self.kv_layout)
+                    executor.share_layer_progress(kv_memory, self.kv_layout)
                 if executor.num_staging_blocks:
                     self._copying = ThreadPoolExecutor(1, "kv-copies", executor.bind_thread)
             self.backend.prepare_steps()

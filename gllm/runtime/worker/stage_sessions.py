@@ -52,7 +52,7 @@ class StageSessions:
         """Bind the hub on the driver's worker; the other workers connect after all have loaded.
 
         Args:
-            assignment: of the worker.
+            assignment: assignment of the worker.
             context: ZeroMQ context of this process.
             run: number of this start of the parent.
             on_messages: called with the messages for this stage, and on the driver's worker with

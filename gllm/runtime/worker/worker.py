@@ -162,7 +162,7 @@ class Worker:
         """Connect to the parent.
 
         Args:
-            identity: of the worker.
+            identity: identity of the worker.
             on_assigned: called with the place of each assignment.
         """
         self.done = asyncio.Event()

@@ -40,7 +40,7 @@ class FinishTimeBounds:
     """
 
     def __init__(self, cost: CostModel, num_stages: int) -> None:
-        least = [cost.least_stage_seconds(stage) for stage in range(num_stages)]
+        least = [cost.min_stage_seconds(stage) for stage in range(num_stages)]
         self._token_seconds = sum(max(0.0, seconds - ROUNDING_SECONDS) for seconds in least)
         """Least time between two tokens of a request."""
         self._heap: list[tuple[float, int]] = []

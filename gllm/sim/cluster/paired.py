@@ -336,7 +336,7 @@ class PairedCluster(SimulatedCluster):
         self._release(handoff, now)
 
     def _release(self, handoff: SimulatedHandoff, now: float) -> None:
-        """Free the blocks at the source, which nobody reads any more."""
+        """Free the blocks at the source, which are no longer read."""
         if not handoff.has_source:
             return
         handoff.has_source = False

@@ -122,7 +122,7 @@ class CostModel(ABC):
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time in which a stage computes a micro-batch that it starts at `now`."""
 
-    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+    def min_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
         """Return a lower bound of `stage_seconds` at any time, of one micro-batch or of all.
 
         A cluster lets an engine wait while it certainly has nothing to report.
@@ -193,7 +193,7 @@ class DelegatingCostModel(CostModel):
         """Return the time of the wrapped model."""
         return self._cost.stage_seconds(stage, work, now)
 
-    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+    def min_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
         """Return 0, because changed predictions may be below those of the wrapped model."""
         return 0.0
 
@@ -266,7 +266,7 @@ class ConstantCostModel(CostModel):
         """Return the constant stage time."""
         return self._stage
 
-    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+    def min_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
         """Return the constant stage time."""
         return self._stage
 

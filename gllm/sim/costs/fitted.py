@@ -365,11 +365,14 @@ class FittedCostModel(CostModel):
         return self._return[0] + self._return[1] * work.num_sampled_rows
 
     def request_transfer(self, is_busy: bool) -> TransferCost:
-        """Return the fitted time of the frontend and the client; none without their samples."""
+        """Return the fitted cost of frontend and client; NO_TRANSFER if it was not measured.
+
+        is_busy: True if a micro-batch is in flight when the client sends the request.
+        """
         return NO_TRANSFER if self._host is None else self._host.request_transfer(is_busy)
 
     def delivery_seconds(self, num_tokens: int) -> float:
-        """Return the fitted time of the frontend and the client; 0 without their samples."""
+        """Return the fitted seconds of the frontend and the client; 0 if they were not measured."""
         return 0.0 if self._host is None else self._host.delivery_seconds(num_tokens)
 
     def _fit_of(self, stage: int) -> _StageFit:

@@ -230,7 +230,7 @@ class RooflineCostModel(CostModel):
         """Return the time of the stage's layers, and on the last stage of the LM head."""
         return self._stages[stage].seconds(work) + self._efficiency.stage_overhead
 
-    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+    def min_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
         """Return the time of the micro-batch, or of one row without context or output."""
         return self.stage_seconds(stage, work or SMALLEST_WORK)
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gllm.sim.workloads.sessions import PromptPart, parse_parameters
+from gllm.sim.workloads.sessions import PromptPart, parse_parameters, sample_around
 
 AGENTS = "agents"
 """Name of the workload."""
@@ -65,10 +65,10 @@ def parse_agents(workload: str) -> tuple[int, ...]:
 
 
 def parse_pauses(text: str) -> list[list[Sampler]]:
-    """Parse distributions of pauses; see PAUSES_HELP.
+    """Parse the distributions of agents' pauses in the syntax of PAUSES_HELP.
 
     Returns:
-        For each kind of agent the distributions of which each pause follows a random one.
+        The distributions of each kind of agent; a pause is sampled from a random one of them.
 
     Raises:
         ValueError: A distribution is unknown, or its values are not finite numbers of at least 0.
@@ -106,7 +106,7 @@ def sample_agent_turns(workload: str, pauses: str, seed: int) -> list[list[Agent
 
     Args:
         workload: `agents`, or with parameters as for `parse_agents`.
-        pauses: Distributions of pauses; see PAUSES_HELP.
+        pauses: Distributions of pauses in the syntax of PAUSES_HELP.
         seed: Seed of the random numbers.
 
     Raises:
@@ -121,8 +121,8 @@ def sample_agent_turns(workload: str, pauses: str, seed: int) -> list[list[Agent
         lengths, times = random.Random(f"{seed} {number}"), random.Random(f"pauses {seed} {number}")
         parts, turns = [system_prompt], []
         for turn in range(num_turns):
-            parts.append(PromptPart(key, _around(lengths, result if turn else task)))
-            num_output_tokens = _around(lengths, output)
+            parts.append(PromptPart(key, sample_around(lengths, result if turn else task)))
+            num_output_tokens = sample_around(lengths, output)
             sampler = times.choice(kinds[number % len(kinds)])
             pause = sampler(times) if turn else 0.0
             turns.append(AgentTurn(number, turn, tuple(parts), num_output_tokens, pause))
@@ -130,7 +130,3 @@ def sample_agent_turns(workload: str, pauses: str, seed: int) -> list[list[Agent
             key += 2
         agents.append(turns)
     return agents
-
-
-def _around(rng: random.Random, mean: int) -> int:
-    return rng.randint(max(1, math.ceil(mean / 2)), mean + mean // 2)

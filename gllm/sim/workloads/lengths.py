@@ -370,32 +370,3 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
             f"output: {2 * width} numbers, lengths at least 1 and in this order"
         )
     return [(draw(rng, prompt), draw(rng, output)) for _ in range(count)]
-
-
-MANY_REQUESTS = 4 * 30_000
-"""Requests of which each shipped trace is exhausted, also where it has a quarter of them."""
-
-
-def longest_request(workload: str) -> int | None:
-    """Return the most tokens, prompt and output, that a request of a workload can have.
-
-    Args:
-        workload: As for `sample_lengths`.
-
-    Returns:
-        The tokens, at least; None for conversations, whose lengths are not known in advance.
-
-    Raises:
-        ValueError: The workload is unknown, or its file cannot be read.
-    """
-    kind, _, text = workload.partition(":")
-    if kind == SESSIONS:
-        return None
-    if workload in PUBLISHED_WORKLOADS:
-        return fit_published_lengths(workload).most
-    if kind not in LENGTH_DISTRIBUTIONS:
-        return max(map(sum, sample_lengths(workload, MANY_REQUESTS, 0)))
-    # Checks the numbers, of which the last one of each half is the longest length.
-    sample_lengths(workload, 1, 0)
-    values = parse_numbers(text)
-    return round(values[len(values) // 2 - 1]) + round(values[-1])

@@ -121,8 +121,8 @@ def sample_turns(workload: str, count: int, seed: int) -> list[SessionTurn]:
             sessions.append(_Session(num_sessions, rng.choice(prompts)))
             num_sessions += 1
         session = rng.choice(sessions)
-        session.parts.append(PromptPart(next(keys), _around(rng, user)))
-        num_output_tokens = _around(rng, output)
+        session.parts.append(PromptPart(next(keys), sample_around(rng, user)))
+        num_output_tokens = sample_around(rng, output)
         turns.append(SessionTurn(session.number, tuple(session.parts), num_output_tokens))
         session.parts.append(PromptPart(next(keys), num_output_tokens))
         session.num_turns += 1
@@ -131,5 +131,6 @@ def sample_turns(workload: str, count: int, seed: int) -> list[SessionTurn]:
     return turns
 
 
-def _around(rng: random.Random, mean: int) -> int:
+def sample_around(rng: random.Random, mean: int) -> int:
+    """Sample a length in tokens, uniform between 0.5 and 1.5 times the mean, at least 1."""
     return rng.randint(max(1, math.ceil(mean / 2)), mean + mean // 2)

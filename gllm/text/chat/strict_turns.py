@@ -14,12 +14,14 @@ _SEPARATOR = "\n\n"
 
 
 def rearrangements(messages: list[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """Yield other forms of a chat to try in turn, if the template rejects it as it is.
+    """Yield alternative forms of a chat, to try in turn if the template rejects the original.
 
-    The first one keeps the system messages at the start, as one, and puts all others into the
-    neighboring turn of the user; the second puts those at the start there too. The last two also
-    put texts of the user that follow the result of a tool into that result. Forms that are equal to
-    the one before are left out. No text is lost, and the order of texts stays.
+    1. The system messages at the start become one; later ones become part of a user message.
+    2. All system messages become part of a user message.
+    3. and 4. As 1 and 2; user messages after a tool result also become part of that result.
+
+    Consecutive texts of one role are joined. A form that equals the previous one is skipped. No
+    text is lost, and texts stay in order.
 
     Args:
         messages: The normalized messages; they are not changed.

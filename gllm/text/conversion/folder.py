@@ -40,12 +40,13 @@ Converted = tuple[Tokenizer, dict[str, Any]]
 """A tokenizer, and keys of its tokenizer_config.json that the folder does not set."""
 
 
-def prepare_tokenizer_folder(folder: Path, root: Path | None = None) -> Path:
-    """Return a folder with the tokenizer.json of a model: its own, or one with a converted file.
+def prepare_tokenizer_folder(folder: Path) -> Path:
+    """Return a folder with the tokenizer.json of a model: its own, or one in the user's cache.
+
+    A tokenizer in other files is converted into the cache, once.
 
     Args:
         folder: The model folder.
-        root: Folder for the converted ones; None for one in the user's cache.
 
     Raises:
         FileNotFoundError: The folder has no tokenizer.
@@ -56,8 +57,7 @@ def prepare_tokenizer_folder(folder: Path, root: Path | None = None) -> Path:
     convert = _find_converter(folder)
     if convert is None or read_json_object(folder / "config.json").get("model_type") == CHATGLM:
         raise FileNotFoundError(f"{folder} has no {FILE}: {_how_to_get_one(folder)}")
-    root = root or cache_folder() / "tokenizers"
-    target = root / f"{folder.resolve().name[:64]}-{_digest(folder)}"
+    target = cache_folder() / "tokenizers" / f"{folder.resolve().name[:64]}-{_digest(folder)}"
 
     def write(temporary: Path) -> None:
         tokenizer, defaults = convert(folder)

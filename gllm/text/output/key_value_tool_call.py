@@ -84,10 +84,10 @@ class KeyValueTags:
         return bool(tag)
 
     def delimiters(self, has_block: bool) -> ToolCallDelimiters:
-        """Return the texts around calls.
+        """Return the texts around tool calls and their arguments, for grammars.
 
         Args:
-            has_block: All calls are in a block.
+            has_block: True if the tags of a block enclose all calls of an answer.
         """
         return ToolCallDelimiters(
             call_prefix=f"{self.open}NAME{self.separator}\n",

@@ -332,5 +332,5 @@ class KvSourceServer:
 
 
 def _is_computed(chunk: ServedChunk, awaited: tuple[LayerProgress, int] | None) -> bool:
-    """Return whether a part is in the KV cache; see ServedCaches.find_awaited."""
+    """Return True if a part is in the KV cache; `awaited` is from `ServedCaches.find_awaited`."""
     return awaited is None or awaited[0].has_computed(chunk.lane, chunk.step, awaited[1])

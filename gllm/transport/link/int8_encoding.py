@@ -33,11 +33,11 @@ class Int8Encoding:
     """
 
     def row_bytes(self, row: RowFormat) -> int:
-        """Return the length of a scale and of one byte per element."""
+        """Return the bytes of an encoded row: a scale, and one byte per element."""
         return SCALE_BYTES + row.hidden_size
 
     def encode(self, rows: memoryview, row: RowFormat) -> memoryview:
-        """Return the encoded rows."""
+        """Quantize whole rows; return [rows] of `row_bytes` bytes each."""
         num_rows = len(rows) // row.num_bytes
         memory = np.frombuffer(rows, np.uint8).reshape(num_rows, row.num_bytes)
         encoded = np.empty((num_rows, self.row_bytes(row)), np.uint8)
@@ -56,7 +56,7 @@ class Int8Encoding:
         return encoded.reshape(-1).data
 
     def decode(self, encoded: memoryview, row: RowFormat, rows: memoryview) -> None:
-        """Write level x scale of each element, in the format of the row."""
+        """Dequantize the rows in `encoded` and write them to `rows` in the format `row`."""
         num_rows = len(encoded) // self.row_bytes(row)
         source = np.frombuffer(encoded, np.uint8).reshape(num_rows, self.row_bytes(row))
         target = np.frombuffer(rows, np.uint8).reshape(num_rows, row.num_bytes)

@@ -170,7 +170,7 @@ class Listener:
         self._begin(guest)
 
     def _begin(self, guest: _Guest) -> None:
-        """Read from a guest, unless nobody is accepted yet: it waits for the first edge then."""
+        """Read from a guest; before the first edge is opened, guests wait for it instead."""
         if self._accepting_context is not None:
             context = self._accepting_context()
             if context is None:

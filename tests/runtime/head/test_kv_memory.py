@@ -28,9 +28,9 @@ def workers(*reports: tuple[str, Report]) -> tuple[Placement, dict[int, StageLoa
     return make_placement(1, layers, slots), loaded
 
 
-def divide(memories: list[KvMemory], most_blocks: int = 10**9) -> KvDivision:
+def divide(memories: list[KvMemory], max_blocks: int = 10**9) -> KvDivision:
     """Blocks and state slots for sequences of 10 blocks, four at once."""
-    return divide_kv_memory(memories, 10, most_blocks, 4)
+    return divide_kv_memory(memories, 10, max_blocks, 4)
 
 
 def count_placement_blocks(
@@ -91,8 +91,8 @@ def test_states_get_up_to_half_of_the_memory() -> None:
     # Each memory has the same numbers: the scarcest decides.
     assert divide([KvMemory(2000, 10, 100), KvMemory(600, 5, 50)]) == (60, 6)
     # A part without attention or without recurrent layers.
-    assert divide([KvMemory(2000, 0, 100), KvMemory(600, 5)], most_blocks=1000) == (120, 10)
-    assert divide([KvMemory(2000, 0, 100)], most_blocks=7) == (7, 10)
+    assert divide([KvMemory(2000, 0, 100), KvMemory(600, 5)], max_blocks=1000) == (120, 10)
+    assert divide([KvMemory(2000, 0, 100)], max_blocks=7) == (7, 10)
     # A model without attention: blocks take no memory of the stages, but the scheduler's.
     assert divide([KvMemory(2000, 0, 100)] * 2) == (MAX_UNSTORED_BLOCKS, 10)
     assert divide_kv_memory([KvMemory(2000, 0, 100)], 10**6, 10**9, 4).num_blocks == 10**6

@@ -52,7 +52,7 @@ class MappedStages(Stages):
             layout = executor.describe_kv_cache("model")
             self.layouts.append(layout)
             if self.scheduler_config.push_threshold is not None:
-                executor.count_layers(descriptor, layout)
+                executor.share_layer_progress(descriptor, layout)
                 self.progress.append(LayerProgress(descriptor, layout, is_writable=True))
 
     @property

@@ -50,7 +50,7 @@ class CpuExecutor(Executor):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """Choose dtypes and the attention backend; see Executor.
+        """Choose dtypes and the attention backend.
 
         Raises:
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
@@ -70,7 +70,7 @@ class CpuExecutor(Executor):
         running: Executor | None = None,
         limit_bytes: float = math.inf,
     ) -> None:
-        """Load the stage's weights; see Executor. Then torch has one thread, if kernels compute."""
+        """Load the stage's weights, then limit torch to one thread if compiled kernels compute."""
         super().load(folder, on_progress, previous, running, limit_bytes)
         if self.has_sampler and self.model.pooling is not None:
             self._pooling = MeanPooling(self.model.pooling, folder)

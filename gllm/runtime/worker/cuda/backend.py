@@ -35,18 +35,18 @@ class CudaBackend(DeviceBackend):
         layers: range,
     ) -> None:
         """Create the executor; see `gllm.runtime.worker.stage_resources.create_backend`."""
-        queues = CudaRuntime(assignment.local_index % num_gpus)
+        runtime = CudaRuntime(assignment.local_index % num_gpus)
         executor = CudaExecutor(
             model,
             assignment.config,
             assignment.num_stages,
             layers,
-            queues,
+            runtime,
             rank=assignment.rank,
             num_ranks=assignment.num_ranks,
         )
         super().__init__(assignment, executor)
-        self.streams = queues, executor.stream
+        self.streams = runtime, executor.stream
         self._max_workers_per_gpu = -(-assignment.num_local_workers // num_gpus)
         self.transport = "nccl" if self._max_workers_per_gpu == 1 else "host-staging"
         self.collectives = self.transport

@@ -132,7 +132,7 @@ class CudaExecutor(Executor):
         engine_config: EngineConfig,
         num_stages: int,
         layers: range,
-        queues: DeviceRuntime,
+        runtime: DeviceRuntime,
         plan_attention: PlanAttention | None = None,
         rank: int = 0,
         num_ranks: int = 1,
@@ -140,16 +140,16 @@ class CudaExecutor(Executor):
         """Choose dtypes and the attention backend.
 
         Args:
-            model_config: of the checkpoint.
-            engine_config: of the engine.
+            model_config: configuration of the checkpoint.
+            engine_config: configuration of the engine.
             num_stages: stages of the pipeline.
-            layers: of this stage.
-            queues: of the device.
+            layers: layers of this stage.
+            runtime: device and its streams.
             plan_attention: builds attention plans on the host. The layout of decodes has to depend
                 only on their padded number and on the width of block tables. Default: the plans
                 of the attention backend; plans of gathers have no fixed layout, so decodes run
                 without graphs.
-            rank: of this worker among those of the stage.
+            rank: index of this worker among those of the stage.
             num_ranks: workers of the stage.
 
         Raises:
@@ -160,10 +160,10 @@ class CudaExecutor(Executor):
             engine_config,
             num_stages,
             layers,
-            queues.device,
+            runtime.device,
             rank=rank,
             num_ranks=num_ranks,
-            gpu_capability=queues.capability,
+            gpu_capability=runtime.capability,
         )
         if self._speculates:
             raise FieldError("speculative_config", SPECULATION_ON_GPU)
@@ -171,9 +171,9 @@ class CudaExecutor(Executor):
             raise FieldError("device", BIDIRECTIONAL_ON_GPU)
         if (limit := self.model.num_selected) is not None:
             raise FieldError("max_model_len", INDEXER_ON_GPU.format(limit))
-        self.stream = queues.stream()
+        self.stream = runtime.stream()
         """The compute stream; transports synchronize with it."""
-        self._queues = queues
+        self._runtime = runtime
         reads_tables = BACKENDS[self.backend].reads == "tables"
         own = partial(plan_table_attention, requested_tiles=set()) if reads_tables else plan_windows
         self.plan_attention = plan_attention or partial(own, backend=self.backend)
@@ -209,7 +209,7 @@ class CudaExecutor(Executor):
         self._stager = self._staged = None
         # Graphs refer to the communicator, which is closed next.
         if hasattr(self, "_graphs"):
-            self._graphs = DecodeGraphs(self._queues, self.stream, get_block_table)
+            self._graphs = DecodeGraphs(self._runtime, self.stream, get_block_table)
         self._graph_sizes = []
 
     def reserve(self, scheduler: SchedulerConfig) -> None:
@@ -219,19 +219,19 @@ class CudaExecutor(Executor):
         assert max_in_flight is not None
         max_steps = max_in_flight * scheduler.num_lanes
         max_rows = min(max_tokens, scheduler.max_num_seqs)
-        queues = self._queues
+        runtime = self._runtime
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._max_blocks = -(-self._max_model_len // scheduler.block_size)
         # Block tables are copied for attention and for edits that look back; and a mask per row.
         words_per_row = 2 * self._max_blocks + num_bitmask_words(self.model.vocab_size)
         num_bytes = INTS_PER_TOKEN * 8 * max_tokens + 4 * max_rows * words_per_row
-        self._staging = InputStaging(queues, num_bytes)
+        self._staging = InputStaging(runtime, num_bytes)
         if self.has_sampler:
             # A sampling row scores its own token, a prompt token the next one.
             max_scores, hidden_size = max_rows + max_tokens, self.model.hidden_size
-            self._readback = OutputReadback(queues, max_rows, max_scores, hidden_size, max_steps)
-        self._last_tokens = LastTokenTable(queues, (max_steps + 1) * scheduler.max_num_seqs)
-        self._graphs = DecodeGraphs(queues, self.stream, get_block_table)
+            self._readback = OutputReadback(runtime, max_rows, max_scores, hidden_size, max_steps)
+        self._last_tokens = LastTokenTable(runtime, (max_steps + 1) * scheduler.max_num_seqs)
+        self._graphs = DecodeGraphs(runtime, self.stream, get_block_table)
 
     def allocate(
         self,
@@ -243,7 +243,7 @@ class CudaExecutor(Executor):
         """Allocate the KV cache, the states of recurrent layers and the staging blocks of KV."""
         # Two blocks that no sequence holds: one stays zero, padding is written to the other.
         sizes = num_blocks + 1, block_size, self.cache_dtype
-        zeros = self._queues.zeros
+        zeros = self._runtime.zeros
         self._cache = KVCache(self._layer_specs, *sizes, zeros, num_state_slots)
         num_slots = (num_blocks + 2) * block_size if self.has_sampler else 0
         self._cached_tokens = zeros((num_slots,), torch.int64)
@@ -270,13 +270,15 @@ class CudaExecutor(Executor):
         layout = describe_layout(model, self.layers, layers, *ranks, self._staged)
         return msgspec.structs.replace(layout, is_staged=True)
 
-    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
-        """Count copied layers in shared memory, and begin to copy KV blocks.
+    def share_layer_progress(self, kv_memory: int, layout: KvLayout) -> None:
+        """Publish in shared memory how many layers of each copy to staging blocks are done.
+
+        Prepares `copy_kv_blocks`. The arguments are those of `Executor.share_layer_progress`.
 
         Raises:
             FieldError: the staging blocks cannot be pinned.
         """
-        super().count_layers(kv_memory, layout)
+        super().share_layer_progress(kv_memory, layout)
         progress, staged, first = self._progress, self._staged, self.layers.start
         assert progress is not None
         assert staged is not None, "the staging blocks are allocated before"
@@ -290,7 +292,7 @@ class CudaExecutor(Executor):
 
         record = partial(progress.record, COPY_LANE)
         try:
-            self._stager = KvStager(self._queues, view(self._cache), view(staged), record)
+            self._stager = KvStager(self._runtime, view(self._cache), view(staged), record)
         except RuntimeError as error:
             raise FieldError(
                 "kv_staging_tokens", f"the staging blocks of kv_transfer: {error}: lower it"
@@ -302,7 +304,7 @@ class CudaExecutor(Executor):
         self._stager.copy(command)
 
     def available_bytes(self, utilization: float, block_size: int, graph_rows: int) -> int:
-        """Return the bytes for KV blocks, without the memory of the largest step and of the graphs.
+        """Return the bytes of memory for KV blocks, less those of the largest step and CUDA graphs.
 
         Has to be called after `reserve` and before `allocate`.
 
@@ -312,7 +314,7 @@ class CudaExecutor(Executor):
             graph_rows: rows of the largest graph.
         """
         self.allocate(1, block_size, num_state_slots=1)
-        num_bytes = self._queues.measure_free_bytes(self._run_largest_step, utilization)
+        num_bytes = self._runtime.measure_free_bytes(self._run_largest_step, utilization)
         return max(num_bytes - self._measure_graph_bytes(graph_rows), 0)
 
     def _measure_graph_bytes(self, max_rows: int) -> int:
@@ -323,10 +325,10 @@ class CudaExecutor(Executor):
         """
         sizes = graph_sizes(max_rows) if max_rows and self.supports_graphs else []
         measured = [
-            self._queues.measure_used_bytes(partial(self._record_graph, size, sizes[-1]))
+            self._runtime.measure_used_bytes(partial(self._record_graph, size, sizes[-1]))
             for size in sizes[:-3:-1]
         ]
-        self._graphs = DecodeGraphs(self._queues, self.stream, get_block_table)
+        self._graphs = DecodeGraphs(self._runtime, self.stream, get_block_table)
         return measured[0] + (len(sizes) - 1) * measured[-1] if measured else 0
 
     @torch.inference_mode()
@@ -358,14 +360,14 @@ class CudaExecutor(Executor):
             num_samples = min(int(rows.query_start[-1]), self._max_rows)
             for params in (PLAIN_PARAMS, LARGEST_PARAMS):
                 self._run_example(rows, num_samples, params)
-        self._queues.synchronize()
+        self._runtime.synchronize()
 
     @torch.inference_mode()
     def _record_graph(self, size: int, largest: int) -> None:
         """Record decodes of `size` rows; the largest size has to be recorded first."""
         if size == largest:
             shape = (0 if self.is_first else size, self.model.hidden_size)
-            self._graph_hidden = self._queues.zeros(shape, self.dtype)
+            self._graph_hidden = self._runtime.zeros(shape, self.dtype)
         self._agree(f"graph of {size} rows")
         hidden = None if self.is_first else self._graph_hidden[:size]
         self._graphs.record(size, self._create_graph_inputs(size), hidden, self._run_all_rows)
@@ -400,7 +402,7 @@ class CudaExecutor(Executor):
         (inputs, sampler), _ = self._staging.put((host_inputs, host_sampler), self.stream)
         with self.stream.current():
             shape = num_tokens, self.model.hidden_size
-            hidden = torch.zeros(shape, dtype=self.dtype, device=self._queues.device)
+            hidden = torch.zeros(shape, dtype=self.dtype, device=self._runtime.device)
             hidden = self._stage.forward(
                 inputs, None if self.is_first else hidden, self._cache.layers
             )
@@ -459,7 +461,7 @@ class CudaExecutor(Executor):
 
     def bind_thread(self) -> None:
         """Select the executor's device on the calling thread, before it uses the executor."""
-        self._queues.bind_thread()
+        self._runtime.bind_thread()
 
     def _build_batch(self, plan: StepPlan) -> Batch:
         begin = time.perf_counter()
@@ -495,7 +497,7 @@ class CudaExecutor(Executor):
         """Queue the work of a step.
 
         Args:
-            batch: of the step.
+            batch: batch of the step.
             hidden: activations [tokens, hidden] of the previous stage, valid in `stream`.
 
         Returns:
@@ -527,7 +529,7 @@ class CudaExecutor(Executor):
     @contextmanager
     def _timed(self, batch: Batch) -> Iterator[None]:
         """Measure, by the device's clock, the work queued on `stream` in this context."""
-        begin, end = self._queues.event(timed=True), self._queues.event(timed=True)
+        begin, end = self._runtime.event(timed=True), self._runtime.event(timed=True)
         self.stream.record(begin)
         yield
         self.stream.record(end)
@@ -684,8 +686,8 @@ class CudaExecutor(Executor):
         self._compute_seconds -= time.perf_counter() - begin
         rows = torch.tensor(sampling.grammar_rows)
         return (
-            copy_to_device(rows, self._queues, self.stream),
-            copy_to_device(masks, self._queues, self.stream),
+            copy_to_device(rows, self._runtime, self.stream),
+            copy_to_device(masks, self._runtime, self.stream),
         )
 
 

@@ -107,19 +107,19 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        queues: DeviceRuntime,
+        runtime: DeviceRuntime,
         stream: DeviceStream,
         get_block_table: Callable[[Any], Tensor | None],
     ) -> None:
         """Create an empty set of graphs.
 
         Args:
-            queues: of the device.
+            runtime: device and its streams.
             stream: compute stream of the stage.
             get_block_table: returns the block table [rows, blocks] of inputs, which is the last of
                 their tensors in memory; None for inputs of one fixed layout.
         """
-        self._queues, self._stream, self._get_block_table = queues, stream, get_block_table
+        self._runtime, self._stream, self._get_block_table = runtime, stream, get_block_table
         self._recorded: dict[int, _RecordedGraph] = {}
         self._output: Tensor | None = None
         """[largest size, ...]: shared by all graphs, because logits are large."""
@@ -134,16 +134,16 @@ class DecodeGraphs:
             hidden: [size, hidden] on the device; None on the first stage.
             forward: the work to record.
         """
-        layout, queues = TreeLayout(example), self._queues
-        staged = queues.allocate_pinned((layout.num_bytes,), torch.uint8)
+        layout, runtime = TreeLayout(example), self._runtime
+        staged = runtime.allocate_pinned((layout.num_bytes,), torch.uint8)
         layout.fill(staged)
-        memory = queues.zeros((layout.num_bytes,), torch.uint8)
+        memory = runtime.zeros((layout.num_bytes,), torch.uint8)
         inputs = layout.views(example, memory)
         with self._stream.current():
             memory.copy_(staged, non_blocking=True)
             for _ in range(NUM_WARM_UPS):
                 forward(inputs, hidden)
-        queues.synchronize()
+        runtime.synchronize()
 
         def run() -> None:
             output = forward(inputs, hidden)
@@ -152,15 +152,15 @@ class DecodeGraphs:
             else:
                 self._output[:size].copy_(output)
 
-        graph = queues.capture(self._stream, run)
+        graph = runtime.capture(self._stream, run)
         self._recorded[size] = _RecordedGraph(graph, memory, inputs, hidden)
 
     def fill_inputs(self, size: int, inputs: Any, memory: Tensor, hidden: Tensor | None) -> Any:
         """Copy a step's inputs to a graph's memory. Has to be called within the stream.
 
         Args:
-            size: of the graph.
-            inputs: of the step, on the device.
+            size: rows of the graph.
+            inputs: inputs of the step, on the device.
             memory: [bytes] uint8, begins with `inputs`.
             hidden: [rows, hidden], activations of the previous stage.
 
@@ -208,7 +208,7 @@ def plan_table_attention(
 
     Args:
         rows: query and context lengths and block tables of the step's sequences.
-        dtype: of queries; unused, block tables do not depend on it.
+        dtype: dtype of queries; unused, block tables do not depend on it.
         windows: those of the stage's layers.
         requested_tiles: tile sizes of prefill chunks in tokens that kernels have requested. Kernels
             of the first computed step (the largest one, at start-up) add theirs; plans made with

@@ -26,7 +26,7 @@ class KvStager:
 
     def __init__(
         self,
-        queues: DeviceRuntime,
+        runtime: DeviceRuntime,
         caches: Sequence[LayerCache],
         staging: Sequence[LayerCache],
         record: Callable[[int, int], None],
@@ -34,26 +34,26 @@ class KvStager:
         """Pin the staging blocks.
 
         Args:
-            queues: of the device.
-            caches: of the layers, on the device.
+            runtime: device and its streams.
+            caches: KV caches of the layers, on the device.
             staging: the same for the staging blocks, in the memory of the host.
             record: called with the number of a copy and the layers that are copied.
 
         Raises:
             RuntimeError: the memory cannot be pinned.
         """
-        self._queues = queues
+        self._runtime = runtime
         self._caches, self._staging = caches, staging
         self._record = record
-        self._stream = queues.stream()
+        self._stream = runtime.stream()
         self._pinned: list[Tensor] = []
         for memory in [each for layer in staging for each in layer]:
-            queues.pin_memory(memory)
+            runtime.pin_memory(memory)
             self._pinned.append(memory)
 
     def copy(self, command: CopyKvBlocks) -> None:
         """Copy blocks, and wait until the device has copied the last one."""
-        ids = copy_to_device(torch.tensor(command.block_ids), self._queues, self._stream)
+        ids = copy_to_device(torch.tensor(command.block_ids), self._runtime, self._stream)
         start = self._write_layer if command.is_fetched else self._read_layer
         events = []
         for cache, staging in zip(self._caches, self._staging, strict=True):
@@ -68,11 +68,11 @@ class KvStager:
     def close(self) -> None:
         """Unpin the memory, after the last copy."""
         while self._pinned:
-            self._queues.unpin_memory(self._pinned.pop())
+            self._runtime.unpin_memory(self._pinned.pop())
 
     def _mark(self) -> DeviceEvent:
         """Return an event after all copies so far."""
-        event = self._queues.event()
+        event = self._runtime.event()
         self._stream.record(event)
         return event
 

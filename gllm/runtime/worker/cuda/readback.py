@@ -43,7 +43,7 @@ class OutputReadback:
 
     def __init__(
         self,
-        queues: DeviceRuntime,
+        runtime: DeviceRuntime,
         max_rows: int,
         max_scores: int,
         hidden_size: int,
@@ -52,20 +52,20 @@ class OutputReadback:
         """Allocate the memory.
 
         Args:
-            queues: of the device.
+            runtime: device and its streams.
             max_rows: sampling rows of a step.
             max_scores: scored tokens of a step, of prompts and of outputs.
             hidden_size: elements of an embedding.
             max_steps: steps in flight.
         """
-        self._tokens = _ReadbackBuffer(queues, max_rows, torch.int64, max_steps)
+        self._tokens = _ReadbackBuffer(runtime, max_rows, torch.int64, max_steps)
         num_scores = max_scores * MAX_SCORE_WIDTH
-        self._scores = _ReadbackBuffer(queues, num_scores, torch.float64, max_steps)
+        self._scores = _ReadbackBuffer(runtime, num_scores, torch.float64, max_steps)
         num_elements = max_rows * hidden_size
-        self._embeddings = _ReadbackBuffer(queues, num_elements, torch.float32, max_steps)
-        self._copied = [queues.event() for _ in range(max_steps)]
-        self._is_gathered: DeviceEvent = queues.event()
-        self._copy_stream: DeviceStream = queues.stream()
+        self._embeddings = _ReadbackBuffer(runtime, num_elements, torch.float32, max_steps)
+        self._copied = [runtime.event() for _ in range(max_steps)]
+        self._is_gathered: DeviceEvent = runtime.event()
+        self._copy_stream: DeviceStream = runtime.stream()
         self._num_steps = 0
 
     def start_copy(
@@ -116,10 +116,10 @@ class _ReadbackBuffer:
     """
 
     def __init__(
-        self, queues: DeviceRuntime, max_elements: int, dtype: torch.dtype, max_steps: int
+        self, runtime: DeviceRuntime, max_elements: int, dtype: torch.dtype, max_steps: int
     ) -> None:
-        self._pinned = [queues.allocate_pinned((max_elements,), dtype) for _ in range(max_steps)]
-        self._device = queues.zeros((max_elements,), dtype)
+        self._pinned = [runtime.allocate_pinned((max_elements,), dtype) for _ in range(max_steps)]
+        self._device = runtime.zeros((max_elements,), dtype)
 
     def gather(self, parts: list[Tensor]) -> int:
         """Concatenate parts [n] of the device; return the number of elements."""
@@ -144,8 +144,8 @@ class LastTokenTable:
     the table to each sequence.
     """
 
-    def __init__(self, queues: DeviceRuntime, num_slots: int) -> None:
-        self.tokens = queues.zeros((num_slots,), torch.int64)
+    def __init__(self, runtime: DeviceRuntime, num_slots: int) -> None:
+        self.tokens = runtime.zeros((num_slots,), torch.int64)
         """[slots], on the device."""
         self._slots: OrderedDict[int, int] = OrderedDict()
         """Slot by sequence, the one that sampled longest ago first."""

@@ -257,7 +257,7 @@ class DeviceSampler:
 
         Args:
             hidden: [tokens, hidden] of the step.
-            inputs: of the step, on the device.
+            inputs: inputs of the step, on the device.
             compute_logits: maps rows of `hidden` to logits [rows, vocabulary]; on ranks that only
                 take part in that it returns no rows.
 
@@ -292,7 +292,7 @@ class DeviceSampler:
 
         Args:
             logits: [rows, vocabulary] float32, contiguous; overwritten.
-            inputs: of the step, on the device.
+            inputs: inputs of the step, on the device.
             cached_tokens: [slots] int64, the token of each slot of the KV cache.
             grammar_masks: rows with a grammar [n] int64 and their masks [n, words] int32.
 

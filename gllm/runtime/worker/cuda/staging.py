@@ -119,12 +119,12 @@ class TreeLayout:
 class _Buffer:
     """A pair of pinned host memory and device memory."""
 
-    def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
-        self.pinned = queues.allocate_pinned((num_bytes,), torch.uint8)
-        self.device = queues.zeros((num_bytes,), torch.uint8)
-        self.copied: DeviceEvent = queues.event()
+    def __init__(self, runtime: DeviceRuntime, num_bytes: int) -> None:
+        self.pinned = runtime.allocate_pinned((num_bytes,), torch.uint8)
+        self.device = runtime.zeros((num_bytes,), torch.uint8)
+        self.copied: DeviceEvent = runtime.event()
         """The pinned memory has been read."""
-        self.used: DeviceEvent = queues.event()
+        self.used: DeviceEvent = runtime.event()
         """The device memory has been read."""
 
 
@@ -134,18 +134,18 @@ class InputStaging:
     The host fills one buffer while the GPU reads the other.
     """
 
-    def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
+    def __init__(self, runtime: DeviceRuntime, num_bytes: int) -> None:
         """Allocate the buffers.
 
         Args:
-            queues: of the device.
+            runtime: device and its streams.
             num_bytes: expected bytes of the largest step; buffers grow for larger ones.
         """
-        self._queues = queues
-        self._buffers = [_Buffer(queues, _align(num_bytes)) for _ in range(NUM_BUFFERS)]
+        self._runtime = runtime
+        self._buffers = [_Buffer(runtime, _align(num_bytes)) for _ in range(NUM_BUFFERS)]
         self._outgrown: list[_Buffer] = []
         """Kept because the device may still read them; each is at most half of the next one."""
-        self._copy_stream: DeviceStream = queues.stream()
+        self._copy_stream: DeviceStream = runtime.stream()
         self._num_steps = 0
 
     def put(self, tree: T, stream: DeviceStream) -> tuple[T, Tensor]:
@@ -178,7 +178,7 @@ class InputStaging:
         if num_bytes > len(buffer.pinned):
             self._outgrown.append(buffer)
             larger = max(_align(num_bytes), 2 * len(buffer.pinned))
-            buffer = self._buffers[index] = _Buffer(self._queues, larger)
+            buffer = self._buffers[index] = _Buffer(self._runtime, larger)
         return buffer
 
 
@@ -186,10 +186,10 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def copy_to_device(tensor: Tensor, queues: DeviceRuntime, stream: DeviceStream) -> Tensor:
+def copy_to_device(tensor: Tensor, runtime: DeviceRuntime, stream: DeviceStream) -> Tensor:
     """Copy a host tensor to the GPU; the copy may be used by later work on `stream`."""
-    pinned = queues.allocate_pinned(tensor.shape, tensor.dtype)
+    pinned = runtime.allocate_pinned(tensor.shape, tensor.dtype)
     pinned.copy_(tensor)
     with stream.current():
-        copied = torch.empty_like(pinned, device=queues.device)
+        copied = torch.empty_like(pinned, device=runtime.device)
         return copied.copy_(pinned, non_blocking=True)

@@ -82,15 +82,15 @@ class EmulatedExecutor(Executor):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """Create the executor of one rank; see Executor.
+        """Create the executor of one rank.
 
         Args:
-            model_config: of the whole model.
-            engine_config: of the engine.
+            model_config: configuration of the whole model.
+            engine_config: configuration of the engine.
             num_stages: stages of the pipeline.
             layers: indices of the stage's layers.
             device: timeline of the stage.
-            weight_bytes: weights of this rank.
+            weight_bytes: bytes of the weights of this rank.
             receives_remotely: True if activations come over a real link.
             rank: index among the workers of the stage.
             num_ranks: workers of the stage.
@@ -153,7 +153,7 @@ class EmulatedExecutor(Executor):
         running: Executor | None = None,
         limit_bytes: float = math.inf,
     ) -> None:
-        """Count the weights and prepare the output; see Executor."""
+        """Count the weights and prepare the output."""
         self.weight_bytes = self._counted_bytes
         on_progress(self.weight_bytes, self.weight_bytes)
         if self.has_sampler:
@@ -164,7 +164,7 @@ class EmulatedExecutor(Executor):
             self._create_grammars(folder)
 
     def join(self, groups: StageGroups) -> None:
-        """Join the other ranks of the stage, which only agree on steps; see Executor."""
+        """Join the other ranks of the stage, which only agree on steps."""
         self._groups = groups
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class EmulatedExecutor(Executor):
         kv_memory: int | None = None,
         num_state_slots: int = 0,
     ) -> None:
-        """Allocate the KV cache where other engines read and write it; see Executor."""
+        """Allocate the KV cache where other engines read and write it."""
         if kv_memory is not None:
             super().allocate(num_blocks, block_size, kv_memory, num_state_slots)
 
@@ -190,7 +190,7 @@ class EmulatedExecutor(Executor):
         return super().held_seqs | self._texts.keys()
 
     def register(self, message: RegisterSequences) -> "Future[bytes] | None":
-        """Register sequences that later plans name; see Executor."""
+        """Register sequences that later plans name."""
         grammar = super().register(message)
         if self._output is not None:
             for seq in range(message.seq, message.seq + message.n):
@@ -234,7 +234,7 @@ class EmulatedExecutor(Executor):
         )
 
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
-        """Wait until the device would have computed a micro-batch; see Executor.
+        """Wait until the device would have computed a micro-batch.
 
         Raises:
             EdgeClosedError: `cancel` was called.
@@ -254,7 +254,7 @@ class EmulatedExecutor(Executor):
         return self._activations if self.is_last else self._stamp(step)
 
     def cancel(self) -> None:
-        """End a step that waits; see Executor."""
+        """End a step that waits."""
         self._is_cancelled.set()
 
     def span(self, batch: Batch, begin: float, end: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Shared memory: the receiver maps the owner's KV cache and copies the tokens, once.
+"""Shared memory: the receiver maps the sender's KV cache and copies the tokens, once.
 
 The descriptors travel over the Unix socket (SCM_RIGHTS) and are read-only.
 """
@@ -30,7 +30,7 @@ class ShmBackend:
     """KV transfer backend that copies KV blocks between local processes by shared memory."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """Send the descriptors of the KV caches to the receiver."""
+        """Send the descriptors of the KV caches; return once all requested parts are computed."""
         if connection.socket.family != socket.AF_UNIX:
             raise KvTransferError("shared memory needs a Unix socket")
         places = sorted({part.place for part in read.request.parts})
@@ -44,7 +44,7 @@ class ShmBackend:
             read.wait_for_part(index)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """Map the owner's KV caches and copy the blocks."""
+        """Map the other engine's KV caches into memory and copy the blocks."""
         grant = connection.receive_struct(KvFrameKind.GRANT, ReadGrant)
         places = sorted({part.place for part in target.request.parts})
         descriptors = connection.receive_descriptors(len(places))
