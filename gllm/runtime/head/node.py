@@ -143,8 +143,8 @@ class Node(ABC):
         """Make this machine's workers measure their speed, or load layers while their stage serves.
 
         Args:
-            assignment: assignment with `is_probe`, or with the number of a planned change or of what
-                a standby worker maps.
+            assignment: assignment with `is_probe`, or with the number of a planned change, or of
+                what a standby worker maps.
             folder: folder of the model.
             node: the only machine whose workers prepare; None for all.
         """
