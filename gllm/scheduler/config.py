@@ -72,13 +72,15 @@ class LocalPreset(NamedTuple):
 
 LOCAL_PRESETS: Mapping[str, LocalPreset] = {
     "distserve": LocalPreset("distserve", "fcfs", "distserve", "off"),
-    "splitwise": LocalPreset("splitwise", "fcfs", "auto", "layer"),
+    "splitwise": LocalPreset("splitwise", "fcfs", "greedy", "layer"),
     "tetri": LocalPreset("tetri", "sjf", "reserve-dynamic", "off"),
     "flow": LocalPreset("distserve", "fcfs", "distserve", "off"),
 }
 """By the name of the router's preset. Source: DistServe (arXiv 2401.09670), Splitwise (arXiv
 2311.18677) and TetriInfer (arXiv 2401.11181), as set up in the evaluations; `flow` divides requests
-as HexGen-2 (arXiv 2502.07903) does, and its engines batch as those of DistServe."""
+as HexGen-2 (arXiv 2502.07903) does, and its engines batch as those of DistServe. Splitwise's
+machines admit prompts while they have memory, as in the paper; its simulator reserves `max_tokens`.
+"""
 
 TCP_DEPTH = 4
 """Default of max_in_flight per stage for stages that are connected by TCP, where transfers take

@@ -238,7 +238,7 @@ def test_presets_are_the_papers_set_ups() -> None:
     options = [SchedulerConfig(preset=name) for name in ("distserve", "splitwise", "tetri")]
     assert [(option.policy, option.prefill_order, option.kv_admission) for option in options] == [
         ("distserve", "fcfs", "distserve"),
-        ("splitwise", "fcfs", "auto"),
+        ("splitwise", "fcfs", "greedy"),
         ("tetri", "sjf", "reserve-dynamic"),
     ]
     chosen = SchedulerConfig(preset="tetri", prefill_order="fcfs", kv_admission="greedy")

@@ -191,11 +191,15 @@ def kv_capacity(machine: MachineType, model: str, num_machines: int = 1) -> int:
 def machine_scheduler(policy: str) -> SchedulerConfig:
     """Return the scheduler options of every machine, simulated and planned.
 
+    Machines of the policy `splitwise` admit requests as in the authors' simulator, from which the
+    figures of the plans are.
+
     Args:
         policy: Scheduling policy.
     """
     return SchedulerConfig(
         policy=policy,
+        kv_admission="reserve-max" if policy == "splitwise" else "auto",
         max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
         max_num_seqs=MAX_BATCH,
         prefix_cache=False,
