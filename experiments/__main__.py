@@ -46,6 +46,7 @@ EXPERIMENTS = {
     "tetri": ("tetri", "TetriInfer: its workloads against colocated engines"),
     "aladdin": ("aladdin", "Aladdin: GPUs per worker, workers saved by placement, scaling rule"),
     "hexgen2": ("hexgen2", "HexGen-2: plans for unlike devices beside the paper's throughput"),
+    "hexgen2-placements": ("hexgen2_placements", "HexGen-2: groups beside the paper's"),
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "distserve": ("distserve", "prefill and decode apart: goodput and attainment of DistServe"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),

@@ -25,9 +25,9 @@ CHUNKING_GAINS = {"HPLD": 0.2, "HPHD": 0.05, "LPHD": 0.05, "LPLD": 0.2}
 """Gains by chunked prefill (appendix D)."""
 
 
-def _paper_value(item: str) -> str:
+def _paper_value(item: str, column: str = "value") -> str:
     rows = csv.DictReader(io.StringIO(read_data("hexgen2_figures.csv")))
-    return next(row["value"] for row in rows if row["item"] == item)
+    return next(row[column] for row in rows if row["item"] == item)
 
 
 def paper_throughput(system: str, model: str = LLAMA) -> dict[str, float]:
@@ -40,6 +40,11 @@ def paper_throughput(system: str, model: str = LLAMA) -> dict[str, float]:
     item = f"table3 {system}" if model == LLAMA else f"table4 {system} {model}"
     values = map(float, _paper_value(item).split("/"))
     return dict(zip((*CLASSES, ONLINE), values, strict=False))
+
+
+def paper_placement(model: str, setting: str) -> str:
+    """Return the groups of devices that the paper publishes for a model on a setting (Table 2)."""
+    return _paper_value(f"placement {model} {setting}", "setting")
 
 
 def paper_search_minutes() -> dict[int, float]:

@@ -36,7 +36,8 @@ with at most two stages per engine.
 """
 RULES_TEXT = """\
 Gain of the plan over the colocated optimum on setting 1 by `--costs` and `--credit`: *literal* is
-the paper's formula, *credited* the reading of it that gives the paper's placements.
+the paper's formula, *credited* a reading of it that gives some groups of [the paper's
+placements](hexgen2-placements.md).
 
 """
 SEARCH = """\

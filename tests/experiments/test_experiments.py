@@ -15,6 +15,7 @@ from experiments import (
     code_size,
     hexgen2_cases,
     hexgen2_claims,
+    hexgen2_placements,
     hexgen2_simulated,
     hexgen2_tables,
     real_ablation,
@@ -75,6 +76,7 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
             for module in (hexgen2_cases, hexgen2_claims, hexgen2_tables)
         ),
     ],
+    "hexgen2-placements": [(hexgen2_placements, "plan_replicas", QUICK_SEARCH)],
     # Every kind of workload, but fewer requests and tokens of each; progress of each step.
     "prediction": [
         (profile, "DECODE_TOKENS", 10),
