@@ -418,7 +418,10 @@ class SchedulerTransfers:
         kv_cache, head = self._kv_cache, self._queues.head
         pool, size = kv_cache.block_pool, self._config.block_size
         room = int(READ_AHEAD_SHARE * pool.num_blocks)
-        room -= sum(-(-ahead.num_tokens // size) for ahead in self._read_ahead.values())
+        # Loads of aborted sequences count until they have ended.
+        room -= sum(len(self.fetches[seq].block_ids) for seq in kv_cache.loading)
+        complete = (ahead for ahead in self._read_ahead.values() if ahead.is_complete)
+        room -= sum(-(-ahead.num_tokens // size) for ahead in complete)
         num_reserved = 0
         if head is not None and not head.is_fetch_pending and head.seq not in kv_cache.running:
             num_reserved = kv_cache.num_admission_blocks(head)

@@ -354,6 +354,14 @@ def test_reads_ahead_are_bounded_and_parts_of_a_prompt_are_read() -> None:
     loads = [each for each in driver.sent if isinstance(each, LoadKvFromDisk)]
     assert [len(load.keys) for load in loads] == [5, 1]
     assert sum(len(load.keys) for load in loads) == int(READ_AHEAD_SHARE * 24)
+    # Those of an aborted request have their blocks until they end.
+    driver.scheduler.abort([1])
+    driver.sent.clear()
+    driver.step()
+    assert driver.sent == [CancelKvFetch(loads[0].fetch)]
+    driver.kv.on_message(KvFetched(loads[0].fetch, False, cause="the load was cancelled"))
+    driver.step()
+    assert len(driver.pop_load().keys) == 5
 
 
 def test_a_decode_without_a_block_ends_reads_ahead() -> None:
