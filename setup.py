@@ -17,7 +17,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     FLAVORS["avx512"] += ["-mprefer-vector-width=512"]
     FLAVORS["avx512_bf16"] = [*FLAVORS["avx512"], "-mavx512bf16", "-mavx512vnni"]
-    FLAVORS["amx_bf16"] = [*FLAVORS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
+    FLAVORS["amx_bf16"] = [*FLAVORS["avx512_bf16"], "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 BUILDS = runpy.run_path(str(ROOT / NATIVE / "builds.py"))
 if os.environ.get("GLLM_BUILDS") == "usable":
     # A checkout runs where it is set up, so `make` leaves the builds for other processors out.

@@ -121,7 +121,7 @@ def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
             AMX,
             BUILDS[BFLOAT16],
             BUILDS,
-            r"lacks amx_bf16, amx_tile: choose one of avx512_bf16",
+            r"lacks amx_bf16, amx_int8, amx_tile: choose one of avx512_bf16",
         ),
         (
             AMX,

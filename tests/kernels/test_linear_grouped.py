@@ -43,6 +43,8 @@ LAYOUTS = {
     "IQ4_NL": (GroupLayout(4, 32, zero=128, table=TABLE), torch.float16, False),
     "NVFP4": (GroupLayout(4, 16, zero=12, table=TABLE), torch.float32, False),
     "GPTQ": (GroupLayout(4, 128), torch.bfloat16, True),
+    # Codes without zero, -100 to 155, do not fit into 8 bits.
+    "GPTQ-8": (GroupLayout(8, 64, zero=100), torch.float16, False),
 }
 
 
@@ -197,6 +199,16 @@ def test_a_row_does_not_depend_on_its_batch(way: str, dtype: torch.dtype) -> Non
     whole = linear(x, matrix, None)
     for rows in range(1, 65):
         same_bits(linear(x[-rows:], matrix, None), whole[-rows:])
+
+
+@covers_builds(name=sorted(LAYOUTS), rows=[7, 16, 19, 23])
+def test_many_rows_and_inputs(way: str, name: str, rows: int) -> None:
+    """More inputs than are multiplied at once, in tiles of rows of all kinds."""
+    weight, x = random_rows(name, 50, 1152), random(0, torch.bfloat16, rows, 1152)
+    matrix, expected = prepare([stored(name, weight)]), wanted(x, name, weight, None)
+    same_bits(linear(x, matrix, None), expected)
+    for row in (0, rows - 1):
+        same_bits(linear(x[row : row + 1], matrix, None), expected[row : row + 1])
 
 
 @covers_builds(name=["GPTQ", "Q6_K"], dtype=[*DTYPES], inputs=[64, 256])

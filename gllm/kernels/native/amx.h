@@ -1,4 +1,5 @@
-// Products of bfloat16 matrices by AMX: tiles of up to 16 rows by 64 bytes.
+// Products of matrices by AMX: tiles of up to 16 rows by 64 bytes. Of bfloat16 here, of 8-bit codes in
+// grouped_amx.h.
 //
 // B is stored in units as in multiply.h, two neighbouring bfloat16 each: 16 rows of 16 units are one AMX
 // tile. A tile of A has only the rows that exist, so few rows load few bytes. Products are summed in the
@@ -6,7 +7,7 @@
 // Source: Intel, "64 and IA-32 Architectures Software Developer's Manual", volume 1, chapter 18.
 #pragma once
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define GLLM_AMX
 
 #include <immintrin.h>
@@ -33,10 +34,11 @@ class Registers {
     Registers& operator=(const Registers&) = delete;
     ~Registers() { if (rows[0]) _tile_release(); }
 
-    // Rows of the upper and of the lower tiles, from 1 to TILE.
-    void shape(int64_t upper, int64_t lower = TILE) {
-        if (rows[0] == upper && rows[1] == lower) return;
-        rows[0] = upper, rows[1] = lower;
+    // Rows of the upper and of the lower tiles, from 1 to TILE. inner: bytes of a row of A, and four
+    // times the rows of B.
+    void shape(int64_t upper, int64_t lower = TILE, int64_t inner = ROW_BYTES) {
+        if (rows[0] == upper && rows[1] == lower && rows[2] == inner / 4) return;
+        rows[0] = upper, rows[1] = lower, rows[2] = inner / 4;
         struct alignas(64) {
             uint8_t palette = 1, first_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
@@ -44,15 +46,15 @@ class Registers {
         } config;
         for (int i = 0; i < 8; ++i) {
             const bool is_upper = i < 2 || i == 4, is_lower = i == 2 || i == 3 || i == 5;
-            config.row_bytes[i] = ROW_BYTES;
-            config.rows[i] = static_cast<uint8_t>(is_upper ? upper : is_lower ? lower : TILE);
+            config.row_bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? inner : ROW_BYTES);
+            config.rows[i] = static_cast<uint8_t>(is_upper ? upper : is_lower ? lower : inner / 4);
         }
         finish_stores();
         _tile_loadconfig(&config);
     }
 
   private:
-    int64_t rows[2] = {};
+    int64_t rows[3] = {};  // upper, lower, of B
 };
 
 // Bytes from row to row of A and B, and from tile to tile of A along the inner dimension. A tile of

@@ -20,14 +20,15 @@ OFF = "off"
 BFLOAT16 = "avx512_bf16"
 """The build with AVX-512 dot products of bfloat16."""
 AMX = "amx_bf16"
-"""The build with AMX tile products of bfloat16."""
+"""The build with AMX tile products of bfloat16 and of 8-bit codes."""
 TILES_PERMITTED = "amx_permitted"
 """Pseudo feature: Linux permits this process to use the AMX tile registers."""
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"})
 BUILDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        AMX: _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", TILES_PERMITTED},
+        AMX: _AVX512
+        | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", TILES_PERMITTED},
         BFLOAT16: _AVX512 | {"avx512_bf16", "avx512_vnni"},
         "avx512": _AVX512,
         "avx2": frozenset({"avx2", "fma", "f16c"}),

@@ -3,7 +3,8 @@
 //
 // Weights stay packed in memory; a panel's are read once for up to ROW_CHUNK rows. The sum of each output
 // is made group by group, whatever the number of rows, and rounded as in the reference implementation
-// (gllm/kernels/linear_grouped.py).
+// (gllm/kernels/grouped_panels.py). More rows than a tile of vectors has are multiplied by AMX where the
+// build has it.
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +19,7 @@
 #endif
 
 #include "grouped_codes.h"
+#include "grouped_amx.h"
 #include "eight_bits.h"
 #include "pool.h"
 #include "scratch.h"
@@ -75,8 +77,26 @@ constexpr int VECTORS = 1;
 constexpr int64_t HEIGHTS[] = {4, 3, 2, 1};
 #endif
 
+// Rows of a tile for AMX, and numbers that are read behind the last row of one.
+#ifdef GLLM_AMX
+constexpr int64_t TALL = amx::TILE, READ_BEYOND = amx::TILE;
+#else
+constexpr int64_t TALL = HEIGHTS[0], READ_BEYOND = 0;
+#endif
+
+// The rows of the largest tile: TALL, or HEIGHTS[0] if codes without zero do not fit into 8 bits with a sign.
+int64_t tallest_tile(const GroupedArguments& a) {
+    int32_t least = 0, most = (1 << a.width) - 1;
+    if (a.table) {
+        least = *std::min_element(a.table, a.table + 16);
+        most = *std::max_element(a.table, a.table + 16);
+    }
+    return least - a.zero >= INT8_MIN && most - a.zero <= INT8_MAX ? TALL : HEIGHTS[0];
+}
+
 // Rows of the tile that begins with a row, of which `left` are left.
-int64_t tile_height(int64_t left) {
+int64_t tile_height(int64_t left, int64_t tallest) {
+    if (tallest > HEIGHTS[0] && left > HEIGHTS[0]) return std::min(left, tallest);
     const int64_t* height = HEIGHTS;
     while (*height > left) ++height;
     return *height;
@@ -88,20 +108,22 @@ int64_t parts_of(int64_t group) { return group < BLOCK ? BLOCK / group : 1; }
 // Activations in blocks, those of the rows of a tile side by side.
 struct QuantizedRows {
     int64_t blocks, parts;
-    Memory<int32_t> codes;   // of each tile [blocks, quads, rows]: four codes of 8 bits
+    int64_t tallest;         // rows of the largest tile
+    Memory<int32_t> codes;   // of each tile [blocks, quads, rows], or [blocks, rows, quads] for AMX: four codes
     Memory<float> scales;    // of each tile [blocks, rows]
     Memory<int32_t> starts;  // of each tile [blocks, parts, rows]: -zero times the sum of the codes
     Memory<float> totals;    // of each tile [blocks, parts, rows]: the sum times the scale
 
     template <class T>
-    QuantizedRows(const GroupedArguments& a, const T* x) : blocks(blocks_of(a.inputs)), parts(parts_of(a.group)) {
+    QuantizedRows(const GroupedArguments& a, const T* x)
+        : blocks(blocks_of(a.inputs)), parts(parts_of(a.group)), tallest(tallest_tile(a)) {
         const int64_t rows = a.rows, inputs = a.inputs;
         codes.resize(rows * blocks * (BLOCK / QUAD));
-        scales.resize(rows * blocks);
+        scales.resize(rows * blocks + READ_BEYOND);
         starts.resize(rows * blocks * parts);
-        totals.resize(starts.size());
+        totals.resize(rows * blocks * parts + READ_BEYOND);
         share_loop(a.threads, rows, rows * inputs >= QUANTIZED_ALONE, [&](int64_t row) {
-            const int64_t tile = tile_of(row, rows), height = tile_height(chunk_end(row, rows) - tile);
+            const int64_t tile = tile_of(row, rows), height = tile_height(chunk_end(row, rows) - tile, tallest);
             for (int64_t block = 0; block < blocks; ++block) {
                 const int64_t first = block * BLOCK, count = std::min(inputs - first, BLOCK);
                 float numbers[BLOCK] = {};
@@ -122,11 +144,11 @@ struct QuantizedRows {
     }
 
     // The first row of a row's tile.
-    static int64_t tile_of(int64_t row, int64_t rows) {
+    int64_t tile_of(int64_t row, int64_t rows) const {
         const int64_t end = chunk_end(row, rows);
         int64_t first = row / ROW_CHUNK * ROW_CHUNK;
-        first += (row - first) / HEIGHTS[0] * HEIGHTS[0];
-        while (first + tile_height(end - first) <= row) first += tile_height(end - first);
+        first += (row - first) / tallest * tallest;
+        while (first + tile_height(end - first, tallest) <= row) first += tile_height(end - first, tallest);
         return first;
     }
 
@@ -163,8 +185,11 @@ struct QuantizedRows {
         }
         int8_t bytes[BLOCK];
         for (i = 0; i < BLOCK; ++i) bytes[i] = static_cast<int8_t>(whole[i]);
-        int32_t* to = codes.data() + (tile * blocks + block * height) * (BLOCK / QUAD) + row - tile;
-        for (i = 0; i < BLOCK / QUAD; ++i) std::memcpy(to + i * height, bytes + i * QUAD, QUAD);
+        int32_t* to = codes.data() + (tile * blocks + block * height) * (BLOCK / QUAD);
+        if (height > HEIGHTS[0])
+            std::memcpy(to + (row - tile) * (BLOCK / QUAD), bytes, BLOCK);
+        else
+            for (i = 0; i < BLOCK / QUAD; ++i) std::memcpy(to + row - tile + i * height, bytes + i * QUAD, QUAD);
         for (int64_t part = 0, size = BLOCK / parts; part < parts; ++part) {
             int32_t sum = 0;
             for (i = part * size; i < (part + 1) * size; ++i) sum += whole[i];
@@ -235,9 +260,14 @@ struct Tile {
     Table table;
     int64_t panel;
     float* sums;  // [rows, PANEL]
+#ifdef GLLM_AMX
+    amx::Registers* registers;
+    const int8_t* weights;  // of the span that is multiplied, as amx::unpack makes them
+#endif
 };
 
 constexpr int64_t PIECE = 8;     // blocks whose scales are converted at once
+constexpr int64_t LONG_PIECE = 32;  // the same if many rows share them
 constexpr int64_t AHEAD = 4096;  // bytes from the weights that are multiplied to those that are fetched
 
 // VECTORS * LANES sums from `first` on, of HEIGHT rows.
@@ -331,6 +361,25 @@ void multiply_rows(const Tile& tile, int64_t row, int64_t rows, Span span, const
     }
 }
 
+#ifdef GLLM_AMX
+// The same for `rows` rows of a tile for AMX.
+template <int PARTS>
+void multiply_tall(const Tile& tile, int64_t row, int64_t rows, Span span, const float* scales,
+                   const float* minimums) {
+    const QuantizedRows& x = tile.x;
+    const int64_t block = row * x.blocks + span.begin * rows, blocks = span.end - span.begin;
+    const amx::RowTile quantized{rows, reinterpret_cast<const int8_t*>(x.codes.data() + block * (BLOCK / QUAD)),
+                                     x.scales.data() + block, x.totals.data() + block * PARTS};
+    tile.registers->shape(rows, rows, BLOCK / PARTS);
+    for (int64_t first = 0; first < PANEL; first += LANES) {
+        float* sums = tile.sums + first;
+        if (scales)
+            amx::multiply_groups<PARTS>(quantized, tile.weights + first * QUAD, scales + first, blocks, sums);
+        if (minimums) amx::subtract_minimums<PARTS>(quantized, minimums + first, blocks, sums);
+    }
+}
+#endif
+
 using MultiplyRows = void (*)(const Tile&, int64_t, int64_t, Span, const float*, const float*);
 
 #if defined(__AVX512F__)
@@ -341,71 +390,137 @@ template <int WIDTH, int PARTS>
 constexpr MultiplyRows MULTIPLY = multiply_rows<WIDTH, PARTS, 4, 3, 2, 1>;
 #endif
 
+// Call f with the layout's numbers known when compiling: WIDTH, and parts of a block with a scale.
+template <class F>
+void with_layout(int32_t width, bool is_looked_up, int64_t group, const F& f) {
+    const auto with_parts = [&](auto bits) {
+        group < BLOCK ? f(bits, std::integral_constant<int, 2>{}) : f(bits, std::integral_constant<int, 1>{});
+    };
+    if (is_looked_up)
+        with_parts(std::integral_constant<int, LOOKED_UP>{});
+    else if (width == 4)
+        with_parts(std::integral_constant<int, 4>{});
+    else if (width == 6)
+        with_parts(std::integral_constant<int, 6>{});
+    else
+        with_parts(std::integral_constant<int, 8>{});
+}
+
+// Kernels of a layout: for tiles of vectors, and for those of AMX with the weights that they multiply.
+struct Kernels {
+    MultiplyRows multiply = nullptr;
+#ifdef GLLM_AMX
+    MultiplyRows multiply_tall = nullptr;
+    decltype(&amx::unpack<4>) unpack = nullptr;
+    int64_t words = 0;  // of a block and a panel
+#endif
+
+    Kernels(int32_t width, bool is_looked_up, int64_t group) {
+        with_layout(width, is_looked_up, group, [&](auto bits, auto parts) {
+            multiply = MULTIPLY<bits, parts>;
+#ifdef GLLM_AMX
+            multiply_tall = gllm::multiply_tall<parts>;
+            unpack = amx::unpack<bits>;
+            words = BLOCK_WORDS<bits> * PANEL;
+#endif
+        });
+    }
+};
+
+// Tasks go through all panels with some rows before they come to the next ones: these rows stay in the caches.
 class GroupedProduct {
   public:
-    GroupedProduct(const GroupedArguments& given, const QuantizedRows& rows, MultiplyRows multiply)
-        : a(given), x(rows), multiply(multiply), panels((a.outputs + PANEL - 1) / PANEL),
-          chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK) {
+    GroupedProduct(const GroupedArguments& given, const QuantizedRows& rows)
+        : a(given), x(rows), kernels(a.width, a.table, a.group), panels((a.outputs + PANEL - 1) / PANEL),
+          chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK),
+          most(std::max<int64_t>(1, std::min(MOST_PANELS, panels * chunks / (4 * a.threads)))) {
         if (a.table) table = Table(a.table);
     }
 
     template <class T, class Out>
     void run() const {
-        share_loop(a.threads, panels * chunks, true, [&](int64_t task) {
-            const int64_t panel = task / chunks, first = task % chunks * ROW_CHUNK;
-            multiply_panel<T, Out>(panel, first, std::min(a.rows - first, ROW_CHUNK));
+        const int64_t groups = (panels + most - 1) / most;
+        share_loop(a.threads, groups * chunks, true, [&](int64_t task) {
+            const int64_t panel = task % groups * most, first = task / groups * ROW_CHUNK;
+            multiply_panels<T, Out>(panel, std::min(panel + most, panels), first, std::min(a.rows - first, ROW_CHUNK));
         });
     }
 
   private:
+    static constexpr int64_t MOST_PANELS = 8;
+
     const GroupedArguments& a;
     const QuantizedRows& x;
-    const MultiplyRows multiply;
+    const Kernels kernels;
     const int64_t panels, chunks;
+    const int64_t most;  // panels of a task
     Table table;
 
     template <class T, class Out>
-    void multiply_panel(int64_t panel, int64_t first, int64_t rows) const {
-        static thread_local Memory<float> scales, minimums;
-        const bool has_minimums = a.minimums.numbers;
-        float sums[HEIGHTS[0] * PANEL];
-        const Tile tile{a, x, table, panel, sums};
-        const int64_t height = tile_height(rows);
-        if (height == rows) {
-            // Read once: converted piece by piece, beside the codes that they belong to.
-            scales.resize(PIECE * x.parts * PANEL);
-            std::fill_n(sums, rows * PANEL, 0.0f);
-            each_piece(a.scales, panel, scales.data(), [&](Span span) {
-                multiply(tile, first, rows, span, scales.data(), nullptr);
+    void multiply_panels(int64_t panel, int64_t end, int64_t first, int64_t rows) const {
+        static thread_local Memory<float> sums;
+        const int64_t size = (rows + READ_BEYOND) * PANEL;
+        sums.assign((end - panel) * size, 0.0f);
+        for (int64_t p = panel; p < end; ++p) multiply_panel(p, first, rows, sums.data() + (p - panel) * size);
+        // Row by row: the rows of the output are on pages of their own.
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t p = panel; p < end; ++p)
+                write<T, Out>(first + r, p, sums.data() + (p - panel) * size + r * PANEL);
+    }
+
+    // sums [rows, PANEL]: of some rows and a panel, at zero.
+    void multiply_panel(int64_t panel, int64_t first, int64_t rows, float* sums) const {
+        static thread_local Memory<float> scales;
+        // Few rows are multiplied at the speed of memory: what belongs together is read together.
+        const int64_t piece = tile_height(rows, x.tallest) == rows ? PIECE : LONG_PIECE;
+        scales.resize(piece * x.parts * PANEL);
+        Tile tile{a, x, table, panel, sums};
+#ifdef GLLM_AMX
+        static thread_local Memory<int8_t> weights;
+        amx::Registers registers;
+        const bool has_tall = tile_height(rows, x.tallest) > HEIGHTS[0];
+        if (has_tall) weights.resize(piece * BLOCK * PANEL);
+        tile.registers = &registers;
+        tile.weights = weights.data();
+#endif
+        each_piece(a.scales, panel, piece, scales.data(), [&](Span span) {
+#ifdef GLLM_AMX
+            if (has_tall)
+                kernels.unpack(a.codes + (panel * x.blocks + span.begin) * kernels.words, span.end - span.begin,
+                               a.zero, table, weights.data());
+#endif
+            multiply_tiles(tile, first, rows, span, scales.data(), nullptr);
+        });
+        if (a.minimums.numbers)
+            each_piece(a.minimums, panel, piece, scales.data(), [&](Span span) {
+                multiply_tiles(tile, first, rows, span, nullptr, scales.data());
             });
-            if (has_minimums)
-                each_piece(a.minimums, panel, scales.data(), [&](Span span) {
-                    multiply(tile, first, rows, span, nullptr, scales.data());
-                });
-            for (int64_t r = 0; r < rows; ++r) write<T, Out>(first + r, panel, sums + r * PANEL);
-            return;
+    }
+
+    // All tiles of some rows, of which `tile` is the first.
+    void multiply_tiles(Tile tile, int64_t first, int64_t rows, Span span, const float* scales,
+                        const float* minimums) const {
+        for (int64_t left = rows; left > 0;) {
+            const int64_t height = tile_height(left, x.tallest);
+            const MultiplyRows multiply = multiply_of(height);
+            multiply(tile, first + rows - left, height, span, scales, minimums);
+            tile.sums += height * PANEL;
+            left -= height;
         }
-        const Span all{0, x.blocks};
-        scales.resize(x.blocks * x.parts * PANEL);
-        spread(a.scales, panel, a.inputs, a.group, x.parts, all, scales.data());
-        if (has_minimums) {
-            minimums.resize(scales.size());
-            spread(a.minimums, panel, a.inputs, a.group, x.parts, all, minimums.data());
-        }
-        for (int64_t row = first, end = first + rows; row < end;) {
-            const int64_t height = tile_height(end - row);
-            std::fill_n(sums, height * PANEL, 0.0f);
-            multiply(tile, row, height, all, scales.data(), has_minimums ? minimums.data() : nullptr);
-            for (int64_t r = 0; r < height; ++r) write<T, Out>(row + r, panel, sums + r * PANEL);
-            row += height;
-        }
+    }
+
+    MultiplyRows multiply_of([[maybe_unused]] int64_t height) const {
+#ifdef GLLM_AMX
+        if (height > HEIGHTS[0]) return kernels.multiply_tall;
+#endif
+        return kernels.multiply;
     }
 
     // Call f with each piece of a row, of which `to` has the scales.
     template <class F>
-    void each_piece(const GroupScales& s, int64_t panel, float* to, const F& f) const {
-        for (int64_t begin = 0; begin < x.blocks; begin += PIECE) {
-            const Span span{begin, std::min(begin + PIECE, x.blocks)};
+    void each_piece(const GroupScales& s, int64_t panel, int64_t size, float* to, const F& f) const {
+        for (int64_t begin = 0; begin < x.blocks; begin += size) {
+            const Span span{begin, std::min(begin + size, x.blocks)};
             spread(s, panel, a.inputs, a.group, x.parts, span, to);
             f(span);
         }
@@ -424,22 +539,6 @@ class GroupedProduct {
         for (; i < count; ++i) assign(to[i], bias ? sums[i] + to_float(bias[i]) : sums[i]);
     }
 };
-
-// Call f with the layout's numbers known when compiling: WIDTH, and parts of a block with a scale.
-template <class F>
-void with_layout(int32_t width, bool is_looked_up, int64_t group, const F& f) {
-    const auto with_parts = [&](auto bits) {
-        group < BLOCK ? f(bits, std::integral_constant<int, 2>{}) : f(bits, std::integral_constant<int, 1>{});
-    };
-    if (is_looked_up)
-        with_parts(std::integral_constant<int, LOOKED_UP>{});
-    else if (width == 4)
-        with_parts(std::integral_constant<int, 4>{});
-    else if (width == 6)
-        with_parts(std::integral_constant<int, 6>{});
-    else
-        with_parts(std::integral_constant<int, 8>{});
-}
 
 // Weights of chosen outputs as numbers.
 template <class T>
@@ -475,11 +574,7 @@ void read_rows(const GroupedRowsArguments& a) {
 template <class T, class Out>
 void linear_grouped(const GroupedArguments& a) {
     const QuantizedRows rows(a, static_cast<const T*>(a.x));
-    MultiplyRows multiply = nullptr;
-    with_layout(a.width, a.table, a.group, [&](auto width, auto parts) {
-        multiply = MULTIPLY<width, parts>;
-    });
-    GroupedProduct(a, rows, multiply).run<T, Out>();
+    GroupedProduct(a, rows).run<T, Out>();
 }
 
 }  // namespace
