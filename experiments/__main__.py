@@ -56,6 +56,7 @@ EXPERIMENTS = {
     "emulation": ("emulation", "emulated serving compared with the simulator"),
     "two-machines": ("two_machines", "two emulated machines over a link against one"),
     "planners": ("planners", "each planner on the shipped clusters: plan, bound, measured share"),
+    "pools": ("served_pools", "emulated pools with prefill and decode apart against colocated"),
     "two-nodes": ("two_nodes", "two emulated machines joined by gllm-link, by depth"),
     "speculation": ("speculation", "windows in flight over pipelines, against one and none"),
     "sessions": ("sessions", "eviction of the prefix cache with agents that return after pauses"),

@@ -5,11 +5,7 @@ file alone, with another seed. With `--emulated`, a few plans are served by `gll
 """
 
 import io
-import json
 import re
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from experiments.base import ExperimentOptions, ExperimentResult
-from experiments.served_plans import MeasuredPlan, measure_plan
+from experiments.served_plans import MeasuredPlan, PlanLoad, last_line, measure_plan, serve_plan
 from gllm.commands.plan.command import run_strategy
 from gllm.observability.progress import show_progress
 from gllm.options.slo import Slo
@@ -30,7 +26,7 @@ from gllm.plan.best_first import SearchBudget
 from gllm.plan.emulated_plan import emulate_plan
 from gllm.plan.nodes import cluster_names, named_cluster
 from gllm.plan.prices import PRICE_TABLES
-from gllm.plan.serving_plan import ServingPlan, read_plan, write_plan
+from gllm.plan.serving_plan import ServingPlan, read_plan
 from gllm.sim.capacity import SearchEndedError
 from gllm.sim.metrics.report import format_table
 
@@ -50,9 +46,9 @@ NUM_REQUESTS = 5000
 """Requests of the independent measurement."""
 SEED = 1001
 """Its seed; planners search with 0."""
+LOAD = PlanLoad(WORKLOAD, SLO, SEED, MAX_TOKENS)
 SERVE_SECONDS = 75
 """Time in which the requests of a served plan arrive."""
-READY_SECONDS = 120
 
 
 class Case(NamedTuple):
@@ -187,7 +183,7 @@ def serve_result(result: CaseResult, seconds: float, served: Mapping[str, float]
         return result._replace(case=case)
     share = served.get(service_key(result.plan))
     return result._replace(
-        case=case, served=serve_plan(result.plan, seconds) if share is None else share
+        case=case, served=serve_plan(result.plan, LOAD, seconds).share if share is None else share
     )
 
 
@@ -218,77 +214,19 @@ def run_case(case: Case) -> CaseResult:
         lines = output.getvalue().splitlines()
         if status or not path.exists():
             reasons = [line for line in errors.getvalue().splitlines() if "gllm plan" in line]
-            return CaseResult(case, _last_line("\n".join(reasons or lines)), seconds=seconds)
+            return CaseResult(case, last_line("\n".join(reasons or lines)), seconds=seconds)
         plan = read_plan(path)
     bound = next((line for line in lines if line.lower().startswith("bound")), "none")
     try:
         measured = measure_plan(
             plan,
-            WORKLOAD,
-            SLO,
+            LOAD,
             case.num_requests,
-            SEED,
-            MAX_TOKENS,
             SearchBudget(MEASURE_SECONDS, clock=time.process_time).deadline,
         )
     except (ValueError, SearchEndedError) as error:
         return CaseResult(case, f"not simulated: {error}", bound, plan, seconds=seconds)
     return CaseResult(case, "", bound, plan, measured, seconds=seconds)
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"^gllm plan \w+: ", "", lines[-1]) if lines else "no output"
-
-
-def serve_plan(plan: ServingPlan, seconds: float) -> float:
-    """Serve a plan on emulated devices at its rate; return the share within the limits.
-
-    Requests that failed are not within them.
-
-    Args:
-        plan: The plan.
-        seconds: Time in which the requests arrive.
-
-    Raises:
-        OSError: The service did not start, or the benchmark failed.
-    """
-    assert plan.router is not None
-    assert plan.expected is not None
-    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
-        folder = Path(name)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        router = msgspec.structs.replace(plan.router, port=port)
-        write_plan(msgspec.structs.replace(plan, router=router), folder / "plan.yaml")
-        up = [sys.executable, "-m", "gllm", "up", str(folder / "plan.yaml"), "--emulate"]
-        output = folder / "up.log"
-        with output.open("w") as log:
-            process = subprocess.Popen(up, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + READY_SECONDS
-            while "ready" not in output.read_text():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise OSError(f"gllm up --emulate: {_last_line(output.read_text())}")
-                time.sleep(0.5)
-            count = max(20, round(plan.expected.rate * seconds))
-            bench = [
-                sys.executable, "-m", "gllm", "bench", "serve", "--no-progress",
-                "--base-url", f"http://127.0.0.1:{port}", "--workload", WORKLOAD,
-                "--num-prompts", str(count), "--max-length", str(MAX_TOKENS),
-                "--request-rate", f"{plan.expected.rate:g}", "--seed", str(SEED),
-                "--goodput", f"ttft={SLO.ttft_seconds:g}", f"tpot={SLO.tpot_seconds:g}",
-                "--save-result", str(folder / "bench.json"),
-            ]  # fmt: skip
-            run = subprocess.run(bench, capture_output=True, text=True, check=False)
-            if run.returncode:
-                raise OSError(f"gllm bench serve: {_last_line(run.stderr)}")
-            figures = json.loads((folder / "bench.json").read_text())
-            return float(figures["request_goodput"] * figures["duration"] / count)
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def describe_engines(plan: ServingPlan) -> str:

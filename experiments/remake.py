@@ -32,7 +32,7 @@ MADE_BY = re.compile(
 )
 MEASURES_SPEED = ("replay", "kv-theta", "prediction")
 """Experiments whose figures contain the speed of this machine."""
-EMULATES = ("emulation", "two-machines", "two-nodes")
+EMULATES = ("emulation", "pools", "two-machines", "two-nodes")
 """Experiments on emulated devices without a flag that says so."""
 MAX_SECONDS = 2 * 3600.0
 """Longest time of a page: a run that hangs ends then."""

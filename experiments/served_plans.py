@@ -1,13 +1,24 @@
-"""Simulation of a written plan: what `gllm up --emulate` would serve, from nothing but its file.
+"""Judgement of a written plan: `gllm up --emulate` with a benchmark, and its simulation.
 
-Planners judge engines of their own. This module rebuilds them from the plan: the command lines of
-its processes, devices, links, router and routes. A plan that promises more than it states is found.
+Planners judge engines of their own. The simulation rebuilds them from nothing but the plan: the
+command lines of its processes, devices, links, router and routes. A plan that promises more than it
+states is found.
 """
 
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
+
+import msgspec
 
 from gllm.observability.latency import RequestTimeline
 from gllm.options.slo import Slo
@@ -15,7 +26,7 @@ from gllm.plan.attainment import Attainment, AttainmentTest, goals_of, judge_lin
 from gllm.plan.emulated_plan import emulate_plan
 from gllm.plan.engine_checks import count_kv_tokens
 from gllm.plan.processes import check_configurations, find_flag
-from gllm.plan.serving_plan import ServingPlan
+from gllm.plan.serving_plan import ServingPlan, write_plan
 from gllm.routing.disaggregation.flow import Routes, parse_routes
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.routing.policy_registry import make_policy
@@ -157,31 +168,120 @@ class MeasuredPlan(NamedTuple):
     """Requests that finished, over the time from the first arrival to the last token."""
 
 
-def measure_plan(
-    plan: ServingPlan,
-    workload: str,
-    slo: Slo,
-    num_requests: int,
-    seed: int,
-    max_request_tokens: int | None = None,
-    check: Callable[[], None] | None = None,
-) -> MeasuredPlan:
-    """Simulate a written plan at the rate that it promises, and judge it once.
+class PlanLoad(NamedTuple):
+    """Requests with which a plan is judged, at the rate that it states."""
+
+    workload: str
+    """Name of the workload."""
+    slo: Slo
+    """Limits of each request, and the share that has to be within them."""
+    seed: int
+    """Seed of lengths, arrivals and routing; not the planner's."""
+    max_request_tokens: int | None = None
+    """Tokens to which longer requests are cut; None: none is cut."""
+
+
+def simulate_plan(
+    plan: ServingPlan, load: PlanLoad, num_requests: int, check: Callable[[], None] | None = None
+) -> list[RequestTimeline]:
+    """Simulate a written plan at the rate that it promises; return the times of the requests.
 
     Args:
         plan: The plan.
-        workload: Name of the workload.
-        slo: Limits of each request, and the share that has to be within them.
+        load: Requests.
         num_requests: Requests of the run.
-        seed: Seed of lengths, arrivals and routing; not the planner's.
-        max_request_tokens: Tokens to which longer requests are cut; None: none is cut.
         check: Called now and then; an error that it raises ends the simulation.
     """
     assert plan.expected is not None, "planners state a rate"
-    uncut = make_workload(workload, num_requests, plan.expected.rate, seed=seed)
-    jobs = cut_requests(uncut, max_request_tokens)
-    lines = serve_requests(plan, jobs, slo, seed, check)
-    test = AttainmentTest(goals_of(slo), num_requests, num_requests)
+    uncut = make_workload(load.workload, num_requests, plan.expected.rate, seed=load.seed)
+    jobs = cut_requests(uncut, load.max_request_tokens)
+    return serve_requests(plan, jobs, load.slo, load.seed, check)
+
+
+def measure_plan(
+    plan: ServingPlan, load: PlanLoad, num_requests: int, check: Callable[[], None] | None = None
+) -> MeasuredPlan:
+    """Simulate a written plan as `simulate_plan`, and judge it once."""
+    lines = simulate_plan(plan, load, num_requests, check)
+    test = AttainmentTest(goals_of(load.slo), num_requests, num_requests)
     ends = [line.times[-1] for line in lines if line.times]
-    span = max(ends, default=inf) - jobs[0].arrival_seconds
-    return MeasuredPlan(test.judge([judge_line(line, slo) for line in lines]), len(ends) / span)
+    span = max(ends, default=inf) - lines[0].arrival
+    attainment = test.judge([judge_line(line, load.slo) for line in lines])
+    return MeasuredPlan(attainment, len(ends) / span)
+
+
+class ServedPlan(NamedTuple):
+    """Measurement of a plan that was served on emulated devices, at its rate."""
+
+    share: float
+    """Share of the requests within the limits; those that failed are not."""
+    num_requests: int
+    ttft_seconds: tuple[float, float]
+    """Median and 90th percentile."""
+    tpot_seconds: tuple[float, float]
+
+
+READY_SECONDS = 120
+"""Time in which an emulated service has to start."""
+
+
+def serve_plan(plan: ServingPlan, load: PlanLoad, seconds: float) -> ServedPlan:
+    """Serve a plan on emulated devices of this machine by `gllm up`, with `gllm bench serve`.
+
+    Args:
+        plan: The plan.
+        load: Requests.
+        seconds: Time in which the requests arrive.
+
+    Raises:
+        OSError: The service did not start, or the benchmark failed.
+    """
+    assert plan.router is not None
+    assert plan.expected is not None
+    ttft, tpot = load.slo.require("ttft", "tpot")
+    count = max(20, round(plan.expected.rate * seconds))
+    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
+        folder = Path(name)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        router = msgspec.structs.replace(plan.router, port=port)
+        write_plan(msgspec.structs.replace(plan, router=router), folder / "plan.yaml")
+        up = [sys.executable, "-m", "gllm", "up", str(folder / "plan.yaml"), "--emulate"]
+        output = folder / "up.log"
+        with output.open("w") as log:
+            process = subprocess.Popen(up, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + READY_SECONDS
+            while "ready" not in output.read_text():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise OSError(f"gllm up --emulate: {last_line(output.read_text())}")
+                time.sleep(0.5)
+            bench = [
+                sys.executable, "-m", "gllm", "bench", "serve", "--no-progress",
+                "--base-url", f"http://127.0.0.1:{port}", "--workload", load.workload,
+                "--num-prompts", str(count), "--request-rate", f"{plan.expected.rate:g}",
+                "--seed", str(load.seed), "--goodput", f"ttft={ttft:g}", f"tpot={tpot:g}",
+                "--metric-percentiles", "50,90", "--save-result", str(folder / "bench.json"),
+            ]  # fmt: skip
+            if load.max_request_tokens is not None:
+                bench += ["--max-length", str(load.max_request_tokens)]
+            run = subprocess.run(bench, capture_output=True, text=True, check=False)
+            if run.returncode:
+                raise OSError(f"gllm bench serve: {last_line(run.stderr)}")
+            figures = json.loads((folder / "bench.json").read_text())
+        finally:
+            process.terminate()
+            process.wait()
+    seconds_of = {
+        metric: (figures[f"p50_{metric}_ms"] / 1e3, figures[f"p90_{metric}_ms"] / 1e3)
+        for metric in ("ttft", "tpot")
+    }
+    share = figures["request_goodput"] * figures["duration"] / count
+    return ServedPlan(share, count, seconds_of["ttft"], seconds_of["tpot"])
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a command's output, without the name of a planner."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return re.sub(r"^gllm plan \w+: ", "", lines[-1]) if lines else "no output"

@@ -56,6 +56,7 @@ MEASURED = (
     "kv-theta",
     "prediction",
     "emulation",
+    "pools",
     "two-machines",
     "two-nodes",
     "planners",

@@ -21,7 +21,7 @@ from experiments.planners import (
     service_key,
     shorten_bound,
 )
-from experiments.served_plans import build_engines, measure_plan
+from experiments.served_plans import PlanLoad, ServedPlan, build_engines, measure_plan
 from gllm.plan.attainment import AttainmentVerdict
 from gllm.plan.nodes import cluster_names
 from gllm.plan.serving_plan import (
@@ -56,11 +56,11 @@ def at_rate(plan: ServingPlan, rate: float) -> ServingPlan:
 
 
 def test_a_plan_is_measured_at_the_rate_of_its_file() -> None:
-    measured = measure_plan(MIXED, "fixed:64,4", SLO, 120, seed=3)
+    measured = measure_plan(MIXED, PlanLoad("fixed:64,4", SLO, 3), 120)
     assert measured.attainment.share == 1
     assert measured.requests_per_second == pytest.approx(4, rel=0.3)
     # Two engines at 2 requests per second have one bottleneck each; at 1000 both are overloaded.
-    late = measure_plan(at_rate(MIXED, 1000.0), "fixed:512,64", SLO, 400, seed=3)
+    late = measure_plan(at_rate(MIXED, 1000.0), PlanLoad("fixed:512,64", SLO, 3), 400)
     assert late.requests_per_second < 200
     assert late.attainment.share < 1
     result = CaseResult(Case("scale", "hom4", MODEL, (), 120), "", "none", MIXED, late)
@@ -98,7 +98,7 @@ def test_transfers_of_several_engines_share_the_link_of_their_machine() -> None:
         routes={"p0": {"d0": 0.5, "d1": 0.5}, "p1": {"d0": 0.5, "d1": 0.5}},
         expected=ExpectedFigures("gllm plan", 1000.0),
     )
-    measured = measure_plan(plan, f"fixed:{prompt},2", SLO, 60, seed=3)
+    measured = measure_plan(plan, PlanLoad(f"fixed:{prompt},2", SLO, 3), 60)
     shape = MODELS[MODEL]
     most = gbit * 1e9 / 8 / (prompt * shape.layers * shape.kv_bytes)
     assert 0.7 * most < measured.requests_per_second < 1.05 * most
@@ -121,7 +121,7 @@ def test_flows_of_the_router_come_before_routes() -> None:
     assert plan.router is not None
     skewed = msgspec.structs.replace(plan.router, flags={"routes": "p0:d=1000,p1:d=1"})
     even, uneven = (
-        measure_plan(each, "fixed:1000,1", SLO, 40, seed=3).requests_per_second
+        measure_plan(each, PlanLoad("fixed:1000,1", SLO, 3), 40).requests_per_second
         for each in (
             at_rate(plan, 1000.0),
             at_rate(msgspec.structs.replace(plan, router=skewed), 1000.0),
@@ -147,7 +147,7 @@ def test_texts() -> None:
 def test_results_of_cases_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A case that ended is not run again, and one that begins too late is named."""
     cases = [Case("scale", cluster, MODEL, ("--seed", "1"), 120) for cluster in ("hom", "hom4")]
-    measured = measure_plan(MIXED, "fixed:64,4", SLO, 40, seed=3)
+    measured = measure_plan(MIXED, PlanLoad("fixed:64,4", SLO, 3), 40)
     runs: list[Case] = []
 
     def run(case: Case) -> CaseResult:
@@ -157,9 +157,9 @@ def test_results_of_cases_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("experiments.planners.run_case", run)
     services: list[ServingPlan] = []
 
-    def serve(plan: ServingPlan, seconds: float) -> float:
+    def serve(plan: ServingPlan, load: PlanLoad, seconds: float) -> ServedPlan:
         services.append(plan)
-        return 0.75
+        return ServedPlan(0.75, 20, (0.1, 0.2), (0.01, 0.02))
 
     monkeypatch.setattr("experiments.planners.serve_plan", serve)
     options = ExperimentOptions(progress=False, results=tmp_path)

@@ -40,6 +40,7 @@ def test_every_page_with_figures_names_its_command() -> None:
         ("slo", Lane.SIMULATION),
         ("slo --emulated", Lane.REAL_TIME),
         ("two-nodes", Lane.REAL_TIME),
+        ("pools", Lane.REAL_TIME),
         ("ablation --real", Lane.ALONE),
         ("prediction", Lane.ALONE),
     ],
