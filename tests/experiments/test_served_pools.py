@@ -79,4 +79,4 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gain.ours == 1.0
     assert gain.verdict.is_met
     assert [claim.verdict.is_met for claim in shares] == [False, False], "half of them were late"
-    assert text.count("| 50.0 % |") == 2
+    assert text.count("| 50.0 % |") == 4, "of each side in the table and in a claim"
