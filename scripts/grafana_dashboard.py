@@ -41,6 +41,8 @@ LEFT_OUT = {
     "router_stale_outputs": "tokens that a migration made void; of use to developers",
     "resumed_tokens_cached": "of recoveries, whose number and seconds are shown",
     "resumed_tokens_computed": "as above",
+    "recovery_phase_seconds": "parts of the recoveries, whose seconds are shown",
+    "router_held_requests": "0 without heartbeats and `deferred`; waiting requests are shown",
 }
 """Metrics that are on no panel, and why."""
 

@@ -218,8 +218,8 @@ class KVCacheManager:
             self._offload.on_published(sequence, published)
 
     def name_tail(self, sequence: Sequence) -> None:
-        """Name the computed tokens behind the last full block of a sequence, if they are to be."""
-        if not self.names_tails or sequence.request.is_kv_foreign:
+        """Name the computed tokens behind the last full block of a sequence; with `names_tails`."""
+        if sequence.request.is_kv_foreign:
             return
         num_known = min(sequence.num_computed_tokens, sequence.num_tokens)
         num_full, num_slots = divmod(num_known, self._block_size)

@@ -371,7 +371,8 @@ class Scheduler:
             sequence.num_computed_tokens = end
             if end >= (sequence.num_published_blocks + 1) * self.config.block_size:
                 self.kv_cache.publish(sequence)
-            self.kv_cache.name_tail(sequence)
+            if self.kv_cache.names_tails:
+                self.kv_cache.name_tail(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
         if self.table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:

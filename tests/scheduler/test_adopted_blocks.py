@@ -33,18 +33,23 @@ class HashStore(BlockListener):
         self.digests: dict[int, bytes] = {}
         self.tails: dict[int, bytes] = {}
         """Hash of the first slots of other blocks."""
+        self.usable: dict[int, int] = {}
+        """Slots of adopted ones that can be used, which may be fewer than the hash covers."""
 
     def on_added(self, block: int, digest: bytes) -> None:
         assert block not in self.digests, "a block has one hash until it is removed"
         self.digests[block] = digest
         self.tails.pop(block, None)
+        self.usable.pop(block, None)
 
     def on_tail(self, block: int, digest: bytes) -> None:
         assert block not in self.digests, "a full block has the hash of all of its slots"
         self.tails[block] = digest
+        self.usable.pop(block, None)
 
     def on_tail_removed(self, block: int) -> None:
         del self.tails[block]
+        self.usable.pop(block, None)
 
     def on_removed(self, block: int, digest: bytes) -> None:
         del self.digests[block]
@@ -52,6 +57,7 @@ class HashStore(BlockListener):
     def on_cleared(self) -> None:
         self.digests.clear()
         self.tails.clear()
+        self.usable.clear()
 
 
 class LaggingPipeline(Pipeline):
@@ -106,12 +112,13 @@ class LaggingPipeline(Pipeline):
             for index, digest in enumerate(chain_hashes(root, text.tokens[:num_full], size)):
                 contents[digest] = text.digests[index * size : (index + 1) * size]
         contents |= self.read_tails()
+        usable = self.hashes.usable
         for block, digest in (*self.hashes.digests.items(), *self.hashes.tails.items()):
             if digest not in contents:
                 # It was computed by an earlier pipeline.
                 assert block in self.hashes.digests or digest in self.earlier_tails
                 continue
-            begin, content = block * size, contents[digest]
+            begin, content = block * size, contents[digest][: usable.get(block, size)]
             for stage in self.stages:
                 held = [stage.cache[slot] for slot in range(begin, begin + len(content))]
                 assert held == content
@@ -139,7 +146,7 @@ class LaggingPipeline(Pipeline):
         self.earlier_tails = old.earlier_tails | numbers
         tails: dict[int, tuple[bytes, int]] = {}
         for block, digest in old.hashes.tails.items():
-            number = self.earlier_tails[digest]
+            number = old.hashes.usable.get(block, self.earlier_tails[digest])
             if num_damaged and self._rng.random() < 0.3:
                 number = self._rng.randrange(number)
             if number and digest not in {known for known, _ in tails.values()}:
@@ -154,6 +161,7 @@ class LaggingPipeline(Pipeline):
         self.scheduler.adopt_blocks(kept, tails)
         assert self.hashes.digests == kept
         assert self.hashes.tails == {block: digest for block, (digest, _) in tails.items()}
+        self.hashes.usable = {block: number for block, (_, number) in tails.items()}
 
 
 @st.composite
