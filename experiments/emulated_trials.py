@@ -77,7 +77,7 @@ class ServedTrial(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """What the requests of an engine take of this machine."""
+    """Load that an engine on emulated devices puts on this machine while it serves its requests."""
 
     seconds: float
     """Time from the first request to the last token."""

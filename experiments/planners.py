@@ -201,21 +201,43 @@ def service_key(plan: ServingPlan) -> str:
     return msgspec.json.encode((*key, plan.routes), order="sorted").decode()
 
 
+class PlannerRun(NamedTuple):
+    """Result of a planner's command."""
+
+    plan: ServingPlan | None
+    lines: list[str]
+    """Its output."""
+    note: str
+    """Reason why there is no plan; empty if there is one."""
+
+
+def run_planner(planner: str, arguments: Sequence[str]) -> PlannerRun:
+    """Run `gllm plan`; budgets are CPU time, so that other programs change no plan.
+
+    Args:
+        planner: Name of the strategy.
+        arguments: Its flags but the output file.
+    """
+    output, errors = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        with redirect_stdout(output), redirect_stderr(errors):
+            words = [*arguments, "--output", str(path)]
+            status = run_strategy(planner, words, time.process_time)
+        lines = output.getvalue().splitlines()
+        if not status and path.exists():
+            return PlannerRun(read_plan(path), lines, "")
+    reasons = [line for line in errors.getvalue().splitlines() if "gllm plan" in line]
+    return PlannerRun(None, lines, last_line("\n".join(reasons or lines)))
+
+
 def run_case(case: Case) -> CaseResult:
     """Run a planner, and measure its plan."""
     begin = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        path, output = Path(folder) / "plan.yaml", io.StringIO()
-        errors = io.StringIO()
-        with redirect_stdout(output), redirect_stderr(errors):
-            words = [*case.arguments, "--output", str(path)]
-            status = run_strategy(case.planner, words, time.process_time)
-        seconds = time.process_time() - begin
-        lines = output.getvalue().splitlines()
-        if status or not path.exists():
-            reasons = [line for line in errors.getvalue().splitlines() if "gllm plan" in line]
-            return CaseResult(case, last_line("\n".join(reasons or lines)), seconds=seconds)
-        plan = read_plan(path)
+    plan, lines, note = run_planner(case.planner, case.arguments)
+    seconds = time.process_time() - begin
+    if plan is None:
+        return CaseResult(case, note, seconds=seconds)
     bound = next((line for line in lines if line.lower().startswith("bound")), "none")
     try:
         measured = measure_plan(

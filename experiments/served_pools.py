@@ -5,12 +5,8 @@ highest rate at which enough simulated requests are within the limits. Each is t
 rate, and the same requests are simulated.
 """
 
-import io
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import msgspec
@@ -19,16 +15,14 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, ExpectedLimit, PaperClaim, relative_change
 from experiments.distserve_workloads import WORKLOADS, PaperWorkload
 from experiments.parallel import map_parallel
-from experiments.planners import describe_engines
+from experiments.planners import describe_engines, run_planner
 from experiments.served_plans import (
     PlanLoad,
     ServedPlan,
     build_engines,
-    last_line,
     serve_plan,
     simulate_plan,
 )
-from gllm.commands.plan.command import run_strategy
 from gllm.observability.latency import RequestTimeline, percentile, slo_attainment
 from gllm.observability.progress import show_progress
 from gllm.options.slo import Slo
@@ -41,7 +35,6 @@ from gllm.plan.serving_plan import (
     RouterPlan,
     ServingPlan,
     StagePlan,
-    read_plan,
 )
 from gllm.sim.hardware.devices import GBIT_BYTES, LINKS
 from gllm.sim.hardware.shapes import MODELS
@@ -118,14 +111,10 @@ def plan_apart(workload: PaperWorkload, budget: int) -> ServingPlan:
         "--nodes", "1", "--gpus-per-node", str(POOLS[workload.model]), "--costs", "roofline",
         "--slo", f"ttft={workload.ttft:g},tpot={workload.tpot:g}", "--budget", str(budget),
     ]  # fmt: skip
-    output, errors = io.StringIO(), io.StringIO()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.yaml"
-        with redirect_stdout(output), redirect_stderr(errors):
-            status = run_strategy("goodput", [*words, "--output", str(path)])
-        if status:
-            raise ValueError(f"{workload.name}: {last_line(errors.getvalue())}")
-        return read_plan(path)
+    run = run_planner("goodput", words)
+    if run.plan is None:
+        raise ValueError(f"{workload.name}: {run.note}")
+    return run.plan
 
 
 def plan_colocated(

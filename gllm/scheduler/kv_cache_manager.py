@@ -333,7 +333,7 @@ class KVCacheManager:
         self.loading[loader.seq] = loader
 
     def finish_loading(self, loader: Sequence, owner: Sequence | None, is_ok: bool) -> None:
-        """Release the blocks of `start_loading`, which nobody writes any more.
+        """Release the blocks of `start_loading`, which are no longer written.
 
         Args:
             loader: the sequence of `start_loading`.

@@ -2,8 +2,7 @@
 
 It names the blocks that later drivers can adopt, and the first slots of others: those of committed
 steps, because the scheduler names no others and removes a name before a step may write to slots
-that it covers. The workers know which
-of them are intact (gllm/runtime/worker/kv_file.py).
+that it covers. The workers know which of them are intact (gllm/runtime/worker/kv_file.py).
 """
 
 import mmap
