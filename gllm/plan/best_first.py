@@ -100,6 +100,21 @@ class SearchBudget:
             return None
         return SimulationDeadline(self._begin + seconds, self._spent_reason, self._clock)
 
+    def make_check(self, on_tick: Callable[[], None] | None) -> Callable[[], None]:
+        """Return a function for simulations of this process to call now and then.
+
+        It raises SearchEndedError after the present deadline; before, it calls `on_tick`.
+        """
+        deadline = self.deadline
+
+        def check() -> None:
+            if deadline is not None:
+                deadline()
+            if on_tick is not None:
+                on_tick()
+
+        return check
+
     def for_one_evaluation(self) -> "SearchBudget":
         """Return a budget with the same deadline for the steps of one evaluation.
 

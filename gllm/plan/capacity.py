@@ -213,16 +213,9 @@ def measure_capacity(
         OSError: The file of measured step times cannot be read.
     """
     budget = budget or SearchBudget()
-    deadline = budget.deadline
-
-    def check() -> None:
-        if deadline is not None:
-            deadline()
-        if on_tick is not None:
-            on_tick()
-
+    check = budget.make_check(on_tick)
     # Other processes get the deadline alone.
-    own_check = deadline if jobs > 1 else check
+    own_check = budget.deadline if jobs > 1 else check
     searches: list[tuple[RunAtRate, CapacityRule]]
     if is_judged:
         rule = replace(rule, min_requests=MIN_JUDGED, permits_growth=True)

@@ -384,15 +384,7 @@ def _count_engines(
     design, start_rate, rule, least, _ = trial
     rate, most = problem.rate, max_engines(problem, design)
     assert rate is not None, "the problem has a rate"
-    deadline = budget.deadline
-
-    def check() -> None:
-        if deadline is not None:
-            deadline()
-        if on_tick is not None:
-            on_tick()
-
-    judged = JudgedSimulation(config, rule, problem.limits, check)
+    judged = JudgedSimulation(config, rule, problem.limits, budget.make_check(on_tick))
     enough: dict[int, RateTrial] = {}
 
     def serves(index: int, *_: int) -> bool:
