@@ -11,6 +11,7 @@ from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES, make_pair
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import SchedulerTransfers
+from gllm.scheduler.output_lengths import LengthPredictor, PromptLengthPredictor
 from gllm.sim.cluster.cluster import ClusterChange, EngineDrain, EngineFailure
 from gllm.sim.cluster.handoffs import KvNetwork, LinkFailure
 from gllm.sim.cluster.paired import RENEWAL_SECONDS, PairedRun, simulate_pairs
@@ -48,6 +49,7 @@ def serve(
     blocks: int = 40,
     bandwidth: float = 1000.0,
     policy: str = "distserve",
+    lengths: LengthPredictor | None = None,
 ) -> PairedRun:
     """Simulate jobs on engines whose names begin with their role."""
     engines = {name: make_engine(blocks) for name in names.split()}
@@ -60,6 +62,7 @@ def serve(
         network,
         changes,
         link_failures,
+        lengths,
     )
 
 
@@ -92,6 +95,16 @@ def test_times_of_one_handoff() -> None:
     assert times == pytest.approx([STEP, first, first + STEP, first + 2 * STEP])
     assert run.cluster.requests[0].num_resumptions == 0
     assert run.cluster.requests[0].max_tokens == OUTPUT
+
+
+@pytest.mark.parametrize("changes", [(), (EngineFailure("D0", 0.12),)])
+def test_the_predictor_learns_each_output_once(changes: tuple[ClusterChange, ...]) -> None:
+    jobs = [WorkloadRequest(index * STEP, PROMPT, 1 + index) for index in range(9)]
+    lengths = PromptLengthPredictor()
+    run = serve(jobs, "P0 D0 D1", changes, blocks=400, lengths=lengths)
+    check_all_served(run, jobs)
+    (recorded,) = lengths.recent_lengths.values()
+    assert sorted(recorded) == [job.num_output_tokens for job in jobs]
 
 
 def test_decodes_begin_soon_after_their_kv_has_arrived() -> None:

@@ -20,7 +20,7 @@ from gllm.routing.disaggregation.policy import (
 )
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import KvFetch
-from gllm.scheduler.output_lengths import LengthPredictor
+from gllm.scheduler.output_lengths import LengthEstimate, LengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import (
     ClusterChange,
@@ -63,6 +63,8 @@ class PairRouter(ClusterRouter):
         self._policy = policy
         self._lengths = lengths or OracleLengthPredictor()
         self._pairs: dict[int, EnginePair] = {}
+        self._estimates: dict[int, LengthEstimate] = {}
+        """Estimates of the unfinished requests, by sequence id of the workload."""
         self.decode_choice = policy.decode_choice
 
     def route(
@@ -101,8 +103,11 @@ class PairRouter(ClusterRouter):
         self._policy.on_prefill_ended(request.seq, now)
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
-        """Notify the policy that a request has finished."""
+        """Notify the policy that a request has finished, and the predictor of its length."""
         self._pairs.pop(request.seq, None)
+        # Simulated outputs have their maximum length.
+        self._estimate(request).record(request.max_tokens)
+        del self._estimates[request.seq]
         self._policy.on_ended(request.seq, now)
 
     def on_engine_lost(self, engine: str) -> None:
@@ -111,14 +116,19 @@ class PairRouter(ClusterRouter):
 
     def predict_output_tokens(self, request: SchedulerRequest) -> int:
         """Return the predicted output length of a request, counted from its prompt."""
-        estimate = self._lengths.estimate(make_query(request, self._lengths))
-        return max(1, round(estimate.likely()))
+        return max(1, round(self._estimate(request).likely()))
+
+    def _estimate(self, request: SchedulerRequest) -> LengthEstimate:
+        """Return the estimate of a request's output length, made when it is first needed."""
+        if request.seq not in self._estimates:
+            query = make_query(request, self._lengths)
+            self._estimates[request.seq] = self._lengths.estimate(query)
+        return self._estimates[request.seq]
 
     def _describe(self, request: SchedulerRequest) -> PairRequest:
+        # Tokens that exist already are part of the prompt.
         num_known = len(request.outputs[0]) if request.outputs else 0
-        # What is generated already is part of the prompt.
-        rest = request._replace(max_tokens=max(1, request.max_tokens - num_known))
-        predicted = self.predict_output_tokens(rest)
+        predicted = max(1, round(self._estimate(request).after(num_known).likely()))
         return PairRequest(request.seq, len(request.prompt_token_ids) + num_known, predicted)
 
 
