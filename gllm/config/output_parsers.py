@@ -5,46 +5,48 @@ from dataclasses import dataclass
 from gllm.options.field_types import convert_fields
 from gllm.options.options import bounded_field
 
-TOOL_CALL_PARSERS = (
-    "auto",
-    "none",
-    "apertus",
-    "cohere",
+TOOL_CALL_FORMAT_NAMES = (
+    "harmony",
     "deepseek",
     "deepseek_v32",
-    "gemma4",
-    "glm4",
-    "glm45",
-    "granite",
-    "harmony",
-    "hermes",
-    "hunyuan_a13b",
-    "hy_v3",
     "kimi_k2",
-    "lfm2",
-    "llama3",
     "minimax_m2",
-    "mistral",
-    "nemotron",
-    "qwen3_coder",
-    "seed_oss",
-)
-"""Formats of tool calls, registered in `gllm.text.output.registry`."""
-REASONING_PARSERS = (
-    "auto",
-    "none",
+    "gemma4",
+    "lfm2",
     "apertus",
     "cohere",
-    "gemma4",
-    "granite",
-    "harmony",
-    "hunyuan_a13b",
+    "nemotron",
     "hy_v3",
+    "hunyuan_a13b",
+    "granite",
     "mistral",
     "seed_oss",
-    "think",
+    "qwen3_coder",
+    "glm45",
+    "hermes",
+    "llama3",
+    "glm4",
 )
-"""Tags of reasoning sections, registered in `gllm.text.output.reasoning`."""
+"""Modules of `gllm.text.output.families` with a format of tool calls, in the order in which `auto`
+looks for them: several formats contain <tool_call>."""
+REASONING_TAG_NAMES = (
+    "harmony",
+    "gemma4",
+    "apertus",
+    "cohere",
+    "seed_oss",
+    "hy_v3",
+    "hunyuan_a13b",
+    "granite",
+    "think",
+    "mistral",
+)
+"""Modules of `gllm.text.output.families` with reasoning tags, in the order in which `auto` looks
+for them: the special ones first."""
+TOOL_CALL_PARSERS = ("auto", "none", *sorted(TOOL_CALL_FORMAT_NAMES))
+"""Values of --tool-call-parser."""
+REASONING_PARSERS = ("auto", "none", *sorted(REASONING_TAG_NAMES))
+"""Values of --reasoning-parser."""
 
 
 @dataclass(frozen=True)

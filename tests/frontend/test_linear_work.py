@@ -23,8 +23,7 @@ from gllm.text.grammar.sources.patterns import split_alternatives
 from gllm.text.grammar.sources.rewrite import rewrite_schema
 from gllm.text.output.grammar_builder import GrammarBuilder
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import REASONING_TAGS
-from gllm.text.output.registry import TOOL_CALL_FORMATS
+from gllm.text.output.registry import REASONING_TAGS, TOOL_CALL_FORMATS
 from gllm.text.output.tagged_tool_call import tagged_arguments_expression
 from gllm.text.special_tokens import SpecialTokenMarker, new_mark
 from tests.support.text import tokenizers as some

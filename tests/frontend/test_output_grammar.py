@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gllm.text.output.reasoning import REASONING_TAGS
+from gllm.text.output.registry import REASONING_TAGS
 from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.frontend.test_tools import CALLS, MARKS, NAMED, TOOLS, WITH_TOOLS, said, serve
 from tests.support.text import tokenizers as some

@@ -5,7 +5,6 @@ Whitespace on both sides of a tag belongs neither to the reasoning nor to the an
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 from gllm.text.output.events import OutputEvent, ReasoningDelta
@@ -47,53 +46,6 @@ class ReasoningTags:
     def are_open_in(self, text: str) -> bool:
         """Return True if a text ends inside a reasoning section."""
         return text.rfind(self.opening) > text.rfind(self.closing)
-
-
-REASONING_TAGS = {
-    "harmony": ReasoningTags(
-        "harmony",
-        "<|channel|>analysis<|message|>",
-        "<|end|><|start|>assistant",
-        efforts=MappingProxyType(
-            {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
-            | {"max": "high"}
-        ),
-    ),
-    "gemma4": ReasoningTags(
-        "gemma4", "<|channel>thought", "<channel|>", markers=("<|channel>", "<channel|>")
-    ),
-    "apertus": ReasoningTags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
-    "cohere": ReasoningTags(
-        "cohere",
-        "<|START_THINKING|>",
-        "<|END_THINKING|>",
-        answer_tags=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    ),
-    "seed_oss": ReasoningTags("seed_oss", "<seed:think>", "</seed:think>"),
-    "hy_v3": ReasoningTags(
-        "hy_v3",
-        "<think:opensource>",
-        "</think:opensource>",
-        shown=("<think{}>", "<think:opensource>"),
-    ),
-    "hunyuan_a13b": ReasoningTags(
-        "hunyuan_a13b",
-        "<think>",
-        "</think>",
-        shown=("<answer>",),
-        answer_tags=("<answer>", "</answer>"),
-    ),
-    "granite": ReasoningTags(
-        "granite",
-        "<think>",
-        "</think>",
-        shown=("<response></response>",),
-        answer_tags=("<response>", "</response>"),
-    ),
-    "think": ReasoningTags("think", "<think>", "</think>"),
-    "mistral": ReasoningTags("mistral", "[THINK]", "[/THINK]"),
-}
-"""Tags by name, in the order in which `auto` looks for them: the special ones first."""
 
 
 class ReasoningSplitter:

@@ -1,58 +1,31 @@
 """Registry of tool call formats and reasoning tags, and their detection.
 
-A new format is a file in `families/` and a line here.
+A family is a file in `families/` with a `FORMAT`, `REASONING` tags or both; its name stands in
+`gllm.config.output_parsers`.
 """
 
+import importlib
 from functools import lru_cache
+from typing import Any
 
-from gllm.text.output.families import (
-    apertus,
-    cohere,
-    deepseek,
-    deepseek_v32,
-    gemma4,
-    glm4,
-    glm45,
-    granite,
-    harmony,
-    hermes,
-    hunyuan_a13b,
-    hy_v3,
-    kimi_k2,
-    lfm2,
-    llama3,
-    minimax_m2,
-    mistral,
-    nemotron,
-    qwen3_coder,
-    seed_oss,
-)
-from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTags
+from gllm.config.output_parsers import REASONING_TAG_NAMES, TOOL_CALL_FORMAT_NAMES
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tool_calls import ToolCallFormat
 
-TOOL_CALL_FORMATS = {
-    "harmony": harmony.FORMAT,
-    "deepseek": deepseek.FORMAT,
-    "deepseek_v32": deepseek_v32.FORMAT,
-    "kimi_k2": kimi_k2.FORMAT,
-    "minimax_m2": minimax_m2.FORMAT,
-    "gemma4": gemma4.FORMAT,
-    "lfm2": lfm2.FORMAT,
-    "apertus": apertus.FORMAT,
-    "cohere": cohere.FORMAT,
-    "nemotron": nemotron.FORMAT,
-    "hy_v3": hy_v3.FORMAT,
-    "hunyuan_a13b": hunyuan_a13b.FORMAT,
-    "granite": granite.FORMAT,
-    "mistral": mistral.FORMAT,
-    "seed_oss": seed_oss.FORMAT,
-    "qwen3_coder": qwen3_coder.FORMAT,
-    "glm45": glm45.FORMAT,
-    "hermes": hermes.FORMAT,
-    "llama3": llama3.FORMAT,
-    "glm4": glm4.FORMAT,
+
+def _family(name: str) -> Any:
+    """Return the module of a family."""
+    return importlib.import_module(f"gllm.text.output.families.{name}")
+
+
+TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
+    name: _family(name).FORMAT for name in TOOL_CALL_FORMAT_NAMES
 }
-"""Formats by name, in the order in which `auto` looks for them: several contain <tool_call>."""
+"""Formats by name, in the order in which `auto` looks for them."""
+REASONING_TAGS: dict[str, ReasoningTags] = {
+    name: _family(name).REASONING for name in REASONING_TAG_NAMES
+}
+"""Reasoning tags by name, in the order in which `auto` looks for them."""
 
 
 def select_tool_call_format(

@@ -3,17 +3,17 @@
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gllm.config.output_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from gllm.text.output import families
 from gllm.text.output.events import AssistantMessage, ToolCallStart, merge_events
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import REASONING_TAGS
-from gllm.text.output.registry import TOOL_CALL_FORMATS
+from gllm.text.output.registry import REASONING_TAGS, TOOL_CALL_FORMATS
 from tests.support.examples import num_examples
 from tests.support.text.tool_formats import (
     BEFORE,
@@ -34,10 +34,12 @@ NAMES = [name for name, _ in FORMATS]
 IDS = [write.__name__ for _, write in FORMATS]
 
 
-def test_every_family_has_a_row_and_a_name_for_the_flag():
+def test_every_family_has_a_row_and_a_name():
     assert set(NAMES) == TOOL_CALL_FORMATS.keys()
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *TOOL_CALL_FORMATS}
-    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_TAGS}
+    assert all(form.name == name for name, form in TOOL_CALL_FORMATS.items())
+    assert all(tags.name == name for name, tags in REASONING_TAGS.items())
+    files = {path.stem for path in Path(families.__path__[0]).glob("[a-z]*.py")}
+    assert files == {*TOOL_CALL_FORMATS, *REASONING_TAGS}
 
 
 def events_of(form, pieces):

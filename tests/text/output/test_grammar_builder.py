@@ -12,8 +12,7 @@ from gllm.text.output.grammar_builder import (
     add_tool_call_rule,
     build_output_grammar,
 )
-from gllm.text.output.reasoning import REASONING_TAGS
-from gllm.text.output.registry import TOOL_CALL_FORMATS
+from gllm.text.output.registry import REASONING_TAGS, TOOL_CALL_FORMATS
 from gllm.text.output.tool_calls import ToolCallFormat
 from gllm.text.tokenizer import Tokenizer
 from tests.support.text import tokenizers as some

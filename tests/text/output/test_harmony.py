@@ -17,7 +17,7 @@ from gllm.text.chat.tools import ToolOptions, parse_tools
 from gllm.text.output.events import AssistantMessage
 from gllm.text.output.families.harmony import FORMAT
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import REASONING_TAGS
+from gllm.text.output.registry import REASONING_TAGS
 from gllm.text.tokenizer import Tokenizer
 from tests.support.text import tokenizers as some
 from tests.support.text.judge import Judge

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from gllm.text.output.events import AssistantMessage
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTokenCounter
-from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
+from gllm.text.output.reasoning import ReasoningTokenCounter
+from gllm.text.output.registry import REASONING_TAGS, select_reasoning_tags, select_tool_call_format
 from tests.support.examples import num_examples
 
 CASES = [

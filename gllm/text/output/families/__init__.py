@@ -1,1 +1,1 @@
-"""Formats of tool calls, one file per model family; registry.py above lists them."""
+"""Formats of tool calls and reasoning tags: one file per model family."""

@@ -7,6 +7,7 @@ from gllm.text.output import json_parser
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.json_list_tool_call import parse_marked_lists
 from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
@@ -43,3 +44,4 @@ FORMAT = ToolCallFormat(
     ),
     model_types=("apertus",),
 )
+REASONING = ReasoningTags("apertus", "<|inner_prefix|>", "<|inner_suffix|>")

@@ -6,6 +6,7 @@ Source: the models' chat templates.
 
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.json_list_tool_call import parse_marked_lists
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tool_calls import ToolCallFormat
 
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
@@ -24,4 +25,10 @@ FORMAT = ToolCallFormat(
         block_suffix=f"]{CLOSE}",
     ),
     model_types=("cohere2", "cohere2_moe", "cohere2_vision"),
+)
+REASONING = ReasoningTags(
+    "cohere",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    answer_tags=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )

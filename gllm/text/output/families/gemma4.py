@@ -19,6 +19,7 @@ from gllm.text.output.grammar_builder import (
 )
 from gllm.text.output.literal_parser import LiteralSyntax, parse_literal
 from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tagged_tool_call import string_rule
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, parse_marked_calls
 
@@ -169,4 +170,7 @@ FORMAT = ToolCallFormat(
         arguments_rule=_arguments_rule,
     ),
     model_types=("gemma4", "gemma4_text", "gemma4_unified"),
+)
+REASONING = ReasoningTags(
+    "gemma4", "<|channel>thought", "<channel|>", markers=("<|channel>", "<channel|>")
 )

@@ -8,10 +8,12 @@ Format" (2025), and the models' chat template.
 """
 
 import re
+from types import MappingProxyType
 
 from gllm.text.output import json_parser
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -139,4 +141,13 @@ FORMAT = ToolCallFormat(
     has_channels=True,
     end_tokens=ENDS[1:],
     content_prefix=f"{CHANNEL}final{MESSAGE}",
+)
+REASONING = ReasoningTags(
+    "harmony",
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant",
+    efforts=MappingProxyType(
+        {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+        | {"max": "high"}
+    ),
 )

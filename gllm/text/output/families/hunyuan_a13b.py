@@ -4,6 +4,7 @@
 """
 
 from gllm.text.output.json_list_tool_call import list_format
+from gllm.text.output.reasoning import ReasoningTags
 
 FORMAT = list_format(
     "hunyuan_a13b",
@@ -11,4 +12,11 @@ FORMAT = list_format(
     "</tool_calls>",
     shown="<tool_calls>[",
     model_types=("hunyuan_v1_moe", "hunyuan_v1_dense"),
+)
+REASONING = ReasoningTags(
+    "hunyuan_a13b",
+    "<think>",
+    "</think>",
+    shown=("<answer>",),
+    answer_tags=("<answer>", "</answer>"),
 )

@@ -7,6 +7,7 @@ models. Source: the models' chat templates.
 
 from gllm.text.output.key_value_tool_call import KeyValueTags
 from gllm.text.output.reader import ParserCoroutine, TextReader
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, parse_marked_calls
 
 PREVIEW, PUBLISHED = KeyValueTags("", True), KeyValueTags(":opensource", True)
@@ -34,4 +35,10 @@ FORMAT = ToolCallFormat(
         has_block=True
     ),
     model_types=("hy_v3",),
+)
+REASONING = ReasoningTags(
+    "hy_v3",
+    "<think:opensource>",
+    "</think:opensource>",
+    shown=("<think{}>", "<think:opensource>"),
 )

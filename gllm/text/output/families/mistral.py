@@ -11,6 +11,7 @@ from gllm.text.output import json_parser, json_tool_call
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.json_list_tool_call import list_delimiters, parse_call_list
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, new_short_call_id
 
 MARKER, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -57,3 +58,4 @@ FORMAT = ToolCallFormat(
     model_types=("mistral", "mixtral", "mistral3", "ministral"),
     create_call_id=new_short_call_id,
 )
+REASONING = ReasoningTags("mistral", "[THINK]", "[/THINK]")

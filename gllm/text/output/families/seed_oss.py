@@ -5,6 +5,7 @@ A call is `<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></func
 model's chat template.
 """
 
+from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.xml_tool_call import XmlTags, xml_format
 
 TAGS = XmlTags(
@@ -17,3 +18,4 @@ TAGS = XmlTags(
 )
 """The format's tags."""
 FORMAT = xml_format("seed_oss", TAGS, "<seed:tool_call>", ("seed_oss",))
+REASONING = ReasoningTags("seed_oss", "<seed:think>", "</seed:think>")
