@@ -47,34 +47,34 @@ def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
         model: the shard of one rank, from `shard`; a whole model has no divided tensors.
         layers: indices of the stage's layers.
     """
-    cuts: dict[str, TensorShards] = {}
+    shards: dict[str, TensorShards] = {}
     if (per_layer := model.per_layer_embedding) is not None:
         size = per_layer.size
         run = (layers.start * size, layers.stop * size)
         own = DimensionShard(model.num_layers * size, (run,))
-        cuts[f"{per_layer.name}.weight"] = None, own
-        cuts[f"{per_layer.projection}.weight"] = own, None
+        shards[f"{per_layer.name}.weight"] = None, own
+        shards[f"{per_layer.projection}.weight"] = own, None
     if model.ranks == 1:
-        return cuts
+        return shards
     embedding, head = model.embedding, model.head
     for name, rows in ((embedding.name, embedding.rows), (head.name, head.rows)):
-        cuts[f"{name}.weight"] = rows, None
-        cuts[f"{name}.bias"] = (rows,)
+        shards[f"{name}.weight"] = rows, None
+        shards[f"{name}.bias"] = (rows,)
     for index in layers:
         layer, prefix = model.layers[index], model.layer_name_format.format(index)
         for linear in _linears(layer):
-            cuts |= {f"{prefix}.{name}": cut for name, cut in _linear_cuts(linear)}
+            shards |= {f"{prefix}.{name}": shard for name, shard in _linear_shards(linear)}
         for mixer in layer.mixers:
             if isinstance(mixer, AttentionSpec) and mixer.sinks is not None:
-                cuts[f"{prefix}.{mixer.sinks}"] = (head_shard(mixer),)
-            cuts |= {f"{prefix}.{name}": cut for name, cut in _channel_cuts(mixer)}
+                shards[f"{prefix}.{mixer.sinks}"] = (head_shard(mixer),)
+            shards |= {f"{prefix}.{name}": shard for name, shard in _channel_shards(mixer)}
         for norm in _head_norms(layer):
-            cuts |= {f"{prefix}.{norm.name}.{kind}": (norm.heads,) for kind in ("weight", "bias")}
-    return {name: cut for name, cut in cuts.items() if any(cut)}
+            shards |= {f"{prefix}.{norm.name}.{kind}": (norm.heads,) for kind in ("weight", "bias")}
+    return {name: shard for name, shard in shards.items() if any(shard)}
 
 
 def _linears(layer: LayerSpec) -> Iterator[LinearSpec]:
-    """Yield the linear layers of a layer that may be cut, of each expert its own."""
+    """Yield the linear layers of a layer that may be divided, of each expert its own."""
     for mixer in layer.mixers:
         if isinstance(mixer, AttentionSpec):
             yield mixer.qkv_proj
@@ -108,17 +108,17 @@ def _head_norms(layer: LayerSpec) -> Iterator[NormSpec]:
             yield from (norm for norm in norms if norm is not None)
 
 
-def _channel_cuts(spec: SingleMixerSpec) -> Iterator[tuple[str, TensorShards]]:
-    """Yield the tensors of a recurrent block with one row per head or channel, and their cuts."""
+def _channel_shards(spec: SingleMixerSpec) -> Iterator[tuple[str, TensorShards]]:
+    """Yield the tensors of a recurrent block with one row per head or channel, and their shards."""
     if isinstance(spec, RecurrentSpec):
         for vector in spec.vectors:
             yield vector.name, (*[None] * vector.dimension, vector.rows)
 
 
-def _linear_cuts(linear: LinearSpec) -> Iterator[tuple[str, TensorShards]]:
-    """Yield the tensors of a linear layer and their cuts."""
-    cuts: Sequence[DimensionShard | None] = linear.rows or [None] * len(linear.names)
-    for name, rows in zip(linear.names, cuts, strict=True):
+def _linear_shards(linear: LinearSpec) -> Iterator[tuple[str, TensorShards]]:
+    """Yield the tensors of a linear layer and their shards."""
+    shards: Sequence[DimensionShard | None] = linear.rows or [None] * len(linear.names)
+    for name, rows in zip(linear.names, shards, strict=True):
         yield f"{name}.bias", (rows,)
         is_transposed = linear.is_transposed
         yield (
@@ -276,7 +276,7 @@ class Checkpoint:
             if self._names.is_read(name, layers, held_layers, holds_ends)
         }
         self._unread = set(self._homes)
-        self._cuts = tensor_shards(self.model, layers)
+        self._shards = tensor_shards(self.model, layers)
         self.total_bytes = sum(map(self._expected_bytes, self._homes))
         """Stored bytes of the tensors that are to be read."""
 
@@ -404,7 +404,7 @@ class Checkpoint:
     ) -> list[Weight]:
         pairs = zip(names, shapes, strict=True)
         return [
-            self._tensor(name, shape, dtype or self.dtype, self._cuts.get(name, ()))
+            self._tensor(name, shape, dtype or self.dtype, self._shards.get(name, ()))
             for name, shape in pairs
         ]
 
@@ -414,12 +414,12 @@ class Checkpoint:
         return isinstance(home, GgufStoredTensor) and home.is_packed
 
     def _read_packed(self, name: str, shape: tuple[int, ...]) -> Sequence[Weight]:
-        """Return a tensor stored in few bits, or the cuts of it, as weights along its outputs."""
-        cuts = self._cuts.get(name, ())
-        self._check_shape(name, self._whole_shape(name, shape, cuts))
+        """Return this rank's shard of a tensor stored in few bits, as weights along its outputs."""
+        shards = self._shards.get(name, ())
+        self._check_shape(name, self._whole_shape(name, shape, shards))
         home = self._homes[name]
         assert isinstance(home, GgufStoredTensor), "the tensor is packed"
-        packed = home.read_packed(cuts, self.dtype)
+        packed = home.read_packed(shards, self.dtype)
         weights = [replace(weight, device=self.device) for weight in packed]
         self._mark_read(name, sum(weight.nbytes for weight in weights))
         return weights
@@ -437,14 +437,14 @@ class Checkpoint:
         return name.removesuffix(WEIGHT) + "." + self._format.codes
 
     def _tensor(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cuts: TensorShards
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: TensorShards
     ) -> Weight:
-        """Return a tensor, or the cuts of it, of this shape."""
-        whole = self._whole_shape(name, shape, cuts)
+        """Return a tensor, or this rank's shard of it, of this shape."""
+        whole = self._whole_shape(name, shape, shards)
         if self._is_quantized(name):
-            return self._load_quantized(name, whole, cuts, dtype)
+            return self._load_quantized(name, whole, shards, dtype)
         self._check_shape(name, whole)
-        tensor = self._read_stored(name, cuts)
+        tensor = self._read_stored(name, shards)
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
                 f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; quantized tensors are "
@@ -453,13 +453,13 @@ class Checkpoint:
             )
         return tensor.to(self.device, dtype)
 
-    def _whole_shape(self, name: str, shape: tuple[int, ...], cuts: TensorShards) -> list[int]:
-        """Return the shape of a tensor of which cuts have the given shape."""
+    def _whole_shape(self, name: str, shape: tuple[int, ...], shards: TensorShards) -> list[int]:
+        """Return the shape of a tensor whose shard has the given shape."""
         whole = list(shape)
-        for dimension, cut in enumerate(cuts):
-            if cut is not None:
-                assert shape[dimension] == cut.num_elements, f"{name} is read as it is cut"
-                whole[dimension] = cut.size
+        for dimension, shard in enumerate(shards):
+            if shard is not None:
+                assert shape[dimension] == shard.num_elements, f"{name} has the shape of its shard"
+                whole[dimension] = shard.size
         return whole
 
     def _check_shape(self, name: str, expected: Sequence[int]) -> None:
@@ -472,11 +472,11 @@ class Checkpoint:
             )
 
     def _load_quantized(
-        self, name: str, whole: Sequence[int], cuts: TensorShards, dtype: torch.dtype
+        self, name: str, whole: Sequence[int], shards: TensorShards, dtype: torch.dtype
     ) -> Weight:
         """Return a weight that is quantized in the checkpoint.
 
-        It stays in the checkpoint's format unless a cut ends within a block of scales, or no
+        It stays in the checkpoint's format unless a shard ends within a block of scales, or no
         kernels of the device multiply by it.
 
         Raises:
@@ -492,10 +492,10 @@ class Checkpoint:
             home = self._homes.get(stem + last_part)
             return None if home is None else home.shape
 
-        def read(last_part: str, sibling_cuts: TensorShards) -> Tensor:
-            return self._read_stored(stem + last_part, sibling_cuts).to(device)
+        def read(last_part: str, sibling_shards: TensorShards) -> Tensor:
+            return self._read_stored(stem + last_part, sibling_shards).to(device)
 
-        rows, columns = cuts or (None, None)
+        rows, columns = shards or (None, None)
         shape = whole[0], whole[1]
         layer = StoredLinear(self._stored, shape, rows, columns, dtype, shape_of, read)
         try:
@@ -507,9 +507,9 @@ class Checkpoint:
             return dequantize_weight(weight).to(self.device)
         return replace(weight, device=self.device) if isinstance(weight, GroupedWeight) else weight
 
-    def _read_stored(self, name: str, cuts: TensorShards) -> Tensor:
-        """Return a tensor or its cuts as they are stored, and mark it as read."""
-        tensor = self._home(name).read(cuts)
+    def _read_stored(self, name: str, shards: TensorShards) -> Tensor:
+        """Return a tensor or its shard as it is stored, and mark it as read."""
+        tensor = self._home(name).read(shards)
         self._mark_read(name, tensor.nbytes)
         return tensor
 
@@ -528,10 +528,10 @@ class Checkpoint:
         return self._homes[name]
 
     def _expected_bytes(self, name: str) -> int:
-        """Return the stored bytes of a tensor's cuts, for the progress."""
+        """Return the stored bytes of a tensor's shards, for the progress."""
         size = self._homes[name].nbytes
-        for cut in self._cuts.get(name, ()):
-            size = size if cut is None else size * cut.num_elements // cut.size
+        for shard in self._shards.get(name, ()):
+            size = size if shard is None else size * shard.num_elements // shard.size
         return size
 
     def _open(self, model: ModelSpec) -> HomeTensors:

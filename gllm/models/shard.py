@@ -90,29 +90,38 @@ def shard_scales(
         return (rows,)
     if len(shape) != 2:
         raise ValueError(f"has scales of shape {shape}, but one for each block of {block} weights")
-    return _cut_blocks(rows, shape[0], block[0]), _cut_blocks(columns, shape[1], block[1])
+    return _shard_blocks(rows, shape[0], block[0]), _shard_blocks(columns, shape[1], block[1])
 
 
-def _cut_blocks(cut: DimensionShard | None, count: int, length: int) -> DimensionShard | None:
-    """Return the blocks of a dimension that a cut at their borders holds.
+def _shard_blocks(shard: DimensionShard | None, count: int, length: int) -> DimensionShard | None:
+    """Return the blocks of a dimension that a shard at their borders holds.
 
     Args:
-        cut: shard of the dimension's elements.
+        shard: shard of the dimension's elements.
         count: number of blocks that are stored.
         length: elements per block.
 
     Raises:
         ValueError: the dimension has another number of blocks.
     """
-    if cut is None:
-        return None
-    if count != -(-cut.size // length):
+    if shard is not None and count != -(-shard.size // length):
         raise ValueError(
-            f"has {count} scales along {cut.size} elements, but {length} elements share a scale"
+            f"has {count} scales along {shard.size} elements, but {length} elements share a scale"
         )
-    return DimensionShard(
-        count, tuple((begin // length, -(-end // length)) for begin, end in cut.runs)
-    )
+    return shard_groups(shard, length)
+
+
+def shard_groups(shard: DimensionShard | None, length: int) -> DimensionShard | None:
+    """Return the groups of a shard that begins and ends at multiples of a group's length.
+
+    Args:
+        shard: shard of the dimension's elements; None for all of them.
+        length: elements per group.
+    """
+    if shard is None:
+        return None
+    runs = tuple((begin // length, -(-end // length)) for begin, end in shard.runs)
+    return DimensionShard(-(-shard.size // length), runs)
 
 
 def head_shard(attention: AttentionSpec) -> DimensionShard:
@@ -144,8 +153,8 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
         raise ValueError(reason)
     part = _Part(rank, ranks)
     # Families use one object for equal layers.
-    layers = {id(layer): part.cut_layer(layer) for layer in model.layers}
-    rows = part.cut_vocabulary(model.vocab_size)
+    layers = {id(layer): part.shard_layer(layer) for layer in model.layers}
+    rows = part.shard_vocabulary(model.vocab_size)
     return replace(
         model,
         embedding=replace(model.embedding, rows=rows),
@@ -237,10 +246,12 @@ def _find_split_block(layer: LayerSpec, part: "_Part", block: tuple[int, int]) -
     sizes = dict(_divided_sizes(layer))
     if isinstance(layer.attention, AttentionSpec):
         sizes["num_key_value_heads"] = layer.attention.num_kv_heads
-    for name, linear in _cut_linears(part.cut_layer(layer)):
+    for name, linear in _divided_linears(part.shard_layer(layer)):
         columns = () if linear.columns is None else (linear.columns,)
-        cuts = [(cut, block[0]) for cut in linear.rows] + [(cut, block[1]) for cut in columns]
-        if not all(is_aligned(cut, length) for cut, length in cuts):
+        shards = [(shard, block[0]) for shard in linear.rows] + [
+            (shard, block[1]) for shard in columns
+        ]
+        if not all(is_aligned(shard, length) for shard, length in shards):
             return (
                 f"{name} is {sizes[name]}: a part of {linear.names[0]} for each of {part.ranks} "
                 f"ranks would split blocks of {block[0]} x {block[1]} weights that share a scale"
@@ -248,16 +259,16 @@ def _find_split_block(layer: LayerSpec, part: "_Part", block: tuple[int, int]) -
     return None
 
 
-def _cut_linears(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec]]:
+def _divided_linears(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec]]:
     """Yield the linear layers of a shard, each with the name of the size that divides it."""
     for mixer in layer.mixers:
-        yield from _cut_mixer_linears(mixer)
+        yield from _divided_mixer_linears(mixer)
     for name, block in _mlps(layer):
         yield name, block.up_proj
         yield name, block.down_proj
 
 
-def _cut_mixer_linears(attention: SingleMixerSpec) -> Iterator[tuple[str, LinearSpec]]:
+def _divided_mixer_linears(attention: SingleMixerSpec) -> Iterator[tuple[str, LinearSpec]]:
     """Yield the linear layers of a block, each with the name of the size that divides it."""
     heads = "num_attention_heads"
     if isinstance(attention, RecurrentSpec):
@@ -290,75 +301,77 @@ class _Part:
     rank: int
     ranks: int
 
-    def cut_layer(self, layer: LayerSpec) -> LayerSpec:
+    def shard_layer(self, layer: LayerSpec) -> LayerSpec:
         return replace(
             layer,
-            attention=self.cut_sequence_mixer(layer.attention),
-            mlp=self.cut_feed_forward(layer.mlp),
+            attention=self.shard_sequence_mixer(layer.attention),
+            mlp=self.shard_feed_forward(layer.mlp),
             experts=None
             if layer.experts is None
-            else replace(layer.experts, experts=self.cut_experts(layer.experts.experts)),
+            else replace(layer.experts, experts=self.shard_experts(layer.experts.experts)),
         )
 
-    def cut_feed_forward(self, spec: MLPSpec | ExpertsSpec | None) -> MLPSpec | ExpertsSpec | None:
+    def shard_feed_forward(
+        self, spec: MLPSpec | ExpertsSpec | None
+    ) -> MLPSpec | ExpertsSpec | None:
         if isinstance(spec, ExpertsSpec):
-            return self.cut_experts(spec)
-        return None if spec is None else self.cut_mlp(spec, is_summed=True)
+            return self.shard_experts(spec)
+        return None if spec is None else self.shard_mlp(spec, is_summed=True)
 
-    def cut_sequence_mixer(self, spec: SequenceMixerSpec) -> SequenceMixerSpec:
+    def shard_sequence_mixer(self, spec: SequenceMixerSpec) -> SequenceMixerSpec:
         if isinstance(spec, AttentionSpec):
-            return self.cut_attention(spec)
+            return self.shard_attention(spec)
         if isinstance(spec, LatentAttentionSpec):
-            return self.cut_latent_attention(spec)
+            return self.shard_latent_attention(spec)
         if isinstance(spec, NoMixerSpec):
             return spec
         if isinstance(spec, ParallelMixerSpec):
             attention, recurrent = (
-                self.cut_attention(spec.attention),
-                self.cut_mamba2(spec.recurrent),
+                self.shard_attention(spec.attention),
+                self.shard_mamba2(spec.recurrent),
             )
             return replace(spec, attention=attention, recurrent=recurrent)
         if isinstance(spec, ShortConvSpec):
-            return self.cut_short_conv(spec)
+            return self.shard_short_conv(spec)
         if isinstance(spec, LightningSpec):
-            return self.cut_lightning(spec)
+            return self.shard_lightning(spec)
         if isinstance(spec, Mamba1Spec):
-            return self.cut_mamba1(spec)
+            return self.shard_mamba1(spec)
         if isinstance(spec, Mamba2Spec):
-            return self.cut_mamba2(spec)
+            return self.shard_mamba2(spec)
         if isinstance(spec, KimiDeltaSpec):
-            return self.cut_kimi_delta(spec)
-        return self.cut_delta_net(spec)
+            return self.shard_kimi_delta(spec)
+        return self.shard_delta_net(spec)
 
-    def cut_attention(self, spec: AttentionSpec) -> AttentionSpec:
+    def shard_attention(self, spec: AttentionSpec) -> AttentionSpec:
         heads, kv_heads = self._run(spec.num_heads), self._kv_run(spec.num_kv_heads)
 
         def norm(norm_spec: NormSpec | None, total: int, run: Run) -> NormSpec | None:
             if norm_spec is None or not (spec.has_norm_per_head or spec.has_projection_norm):
                 return norm_spec
             unit = spec.head_dim if spec.has_projection_norm else 1
-            return replace(norm_spec, heads=_make_cut(total * unit, _scaled(run, unit)))
+            return replace(norm_spec, heads=_make_shard(total * unit, _scaled(run, unit)))
 
         return replace(
             spec,
             num_heads=heads[1] - heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
-            qkv_proj=replace(spec.qkv_proj, rows=_cut_qkv(spec, heads, kv_heads)),
-            out_proj=self._cut_inputs(
+            qkv_proj=replace(spec.qkv_proj, rows=_shard_qkv(spec, heads, kv_heads)),
+            out_proj=self._shard_inputs(
                 spec.out_proj, spec.num_heads, spec.value_dim or spec.head_dim
             ),
             gate_proj=None
             if spec.gate_proj is None
-            else replace(spec.gate_proj, rows=(self._cut(spec.num_heads),)),
+            else replace(spec.gate_proj, rows=(self._shard(spec.num_heads),)),
             query_norm=norm(spec.query_norm, spec.num_heads, heads),
             key_norm=norm(spec.key_norm, spec.num_kv_heads, kv_heads),
             first_head=heads[0],
             total_num_heads=spec.num_heads,
         )
 
-    def cut_latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionSpec:
+    def shard_latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionSpec:
         def rows(linear: LinearSpec, head_dim: int) -> LinearSpec:
-            return replace(linear, rows=(self._cut(spec.num_heads, head_dim),))
+            return replace(linear, rows=(self._shard(spec.num_heads, head_dim),))
 
         return replace(
             spec,
@@ -366,51 +379,51 @@ class _Part:
             q_proj=rows(spec.q_proj, spec.nope_head_dim + spec.rope_head_dim),
             kv_up_proj=rows(spec.kv_up_proj, spec.nope_head_dim + spec.value_dim),
             gate_proj=None if spec.gate_proj is None else rows(spec.gate_proj, 1),
-            out_proj=self._cut_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
+            out_proj=self._shard_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
         )
 
-    def cut_short_conv(self, spec: ShortConvSpec) -> ShortConvSpec:
+    def shard_short_conv(self, spec: ShortConvSpec) -> ShortConvSpec:
         size = spec.num_channels
         begin, end = self._run(size)
         runs = [(part * size + begin, part * size + end) for part in range(3)]
         return replace(
             spec,
             num_channels=end - begin,
-            in_proj=replace(spec.in_proj, rows=(_make_cut(3 * size, *runs),)),
-            conv=replace(spec.conv, rows=(self._cut(size),)),
-            out_proj=self._cut_inputs(spec.out_proj, size),
+            in_proj=replace(spec.in_proj, rows=(_make_shard(3 * size, *runs),)),
+            conv=replace(spec.conv, rows=(self._shard(size),)),
+            out_proj=self._shard_inputs(spec.out_proj, size),
         )
 
-    def cut_lightning(self, spec: LightningSpec) -> LightningSpec:
-        elements, (begin, end) = self._cut(spec.inner_size), self._run(spec.num_heads)
+    def shard_lightning(self, spec: LightningSpec) -> LightningSpec:
+        elements, (begin, end) = self._shard(spec.inner_size), self._run(spec.num_heads)
         return replace(
             spec,
             num_heads=end - begin,
-            qkv_proj=replace(spec.qkv_proj, rows=(self._cut(spec.num_heads, 3 * spec.head_dim),)),
+            qkv_proj=replace(spec.qkv_proj, rows=(self._shard(spec.num_heads, 3 * spec.head_dim),)),
             gate_proj=replace(spec.gate_proj, rows=(elements,)),
-            out_proj=self._cut_inputs(spec.out_proj, spec.inner_size),
+            out_proj=self._shard_inputs(spec.out_proj, spec.inner_size),
             slopes=spec.slopes[begin:end],
             norm_rows=elements,
         )
 
-    def cut_mamba1(self, spec: Mamba1Spec) -> Mamba1Spec:
-        size, own = spec.num_channels, self._cut(spec.num_channels)
+    def shard_mamba1(self, spec: Mamba1Spec) -> Mamba1Spec:
+        size, own = spec.num_channels, self._shard(spec.num_channels)
         begin, end = self._run(size)
-        halves = _make_cut(2 * size, (begin, end), (size + begin, size + end))
+        halves = _make_shard(2 * size, (begin, end), (size + begin, size + end))
         return replace(
             spec,
             num_channels=end - begin,
             in_proj=replace(spec.in_proj, rows=(halves,)),
             conv=replace(spec.conv, rows=(own,)),
-            selection_proj=self._cut_inputs(spec.selection_proj, size),
+            selection_proj=self._shard_inputs(spec.selection_proj, size),
             step_proj=replace(spec.step_proj, rows=(own,)),
             step_bias=replace(spec.step_bias, rows=own),
             decay=replace(spec.decay, rows=own),
             skip=replace(spec.skip, rows=own),
-            out_proj=self._cut_inputs(spec.out_proj, size),
+            out_proj=self._shard_inputs(spec.out_proj, size),
         )
 
-    def cut_mamba2(self, spec: Mamba2Spec) -> Mamba2Spec:
+    def shard_mamba2(self, spec: Mamba2Spec) -> Mamba2Spec:
         inner, keys = spec.inner_size, spec.num_groups * spec.state_size
         groups, is_shared = self._kv_run(spec.num_groups), spec.num_groups % self.ranks != 0
         value, key = self._run(inner), _scaled(groups, spec.state_size)
@@ -420,38 +433,38 @@ class _Part:
             runs.append((begin + run[0], begin + run[1]))
             begin += size
         channels = [(run[0] - inner, run[1] - inner) for run in runs[1:4]]
-        heads = self._cut(spec.num_heads)
+        heads = self._shard(spec.num_heads)
         return replace(
             spec,
             num_heads=spec.num_heads // self.ranks,
             num_groups=groups[1] - groups[0],
             first_group=groups[0],
             total_num_groups=spec.num_groups if is_shared else None,
-            in_proj=replace(spec.in_proj, rows=(_make_cut(sum(sizes), *runs),)),
-            conv=replace(spec.conv, rows=(_make_cut(spec.num_channels, *channels),)),
+            in_proj=replace(spec.in_proj, rows=(_make_shard(sum(sizes), *runs),)),
+            conv=replace(spec.conv, rows=(_make_shard(spec.num_channels, *channels),)),
             decay=replace(spec.decay, rows=heads),
             step_bias=replace(spec.step_bias, rows=heads),
             skip=replace(spec.skip, rows=heads),
-            out_proj=self._cut_inputs(spec.out_proj, inner),
-            norm_rows=self._cut(inner),
+            out_proj=self._shard_inputs(spec.out_proj, inner),
+            norm_rows=self._shard(inner),
         )
 
-    def cut_delta_net(self, spec: DeltaNetSpec) -> DeltaNetSpec:
+    def shard_delta_net(self, spec: DeltaNetSpec) -> DeltaNetSpec:
         num_keys, num_values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
         keys, values = self._run(num_keys), self._run(num_values)
 
         def shift(run: Run, begin: int) -> Run:
             return begin + run[0], begin + run[1]
 
-        channels = _make_cut(
+        channels = _make_shard(
             spec.num_channels, keys, shift(keys, num_keys), shift(values, 2 * num_keys)
         )
-        heads = self._cut(spec.num_heads)
-        in_rows: tuple[DimensionShard, ...] = channels, self._cut(num_values)
+        heads = self._shard(spec.num_heads)
+        in_rows: tuple[DimensionShard, ...] = channels, self._shard(num_values)
         gate_rows: tuple[DimensionShard, ...] = heads, heads
         if spec.is_grouped_by_key_head:
-            in_rows = (self._cut(spec.num_channels + num_values),)
-            gate_rows = (self._cut(2 * spec.num_heads),)
+            in_rows = (self._shard(spec.num_channels + num_values),)
+            gate_rows = (self._shard(2 * spec.num_heads),)
         return replace(
             spec,
             num_heads=spec.num_heads // self.ranks,
@@ -461,12 +474,12 @@ class _Part:
             conv=replace(spec.conv, rows=(channels,)),
             decay=replace(spec.decay, rows=heads),
             decay_bias=replace(spec.decay_bias, rows=heads),
-            out_proj=self._cut_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
+            out_proj=self._shard_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
         )
 
-    def cut_kimi_delta(self, spec: KimiDeltaSpec) -> KimiDeltaSpec:
-        heads, elements = self._cut(spec.num_heads), self._cut(spec.inner_size)
-        whole = _make_cut(spec.head_dim, (0, spec.head_dim))
+    def shard_kimi_delta(self, spec: KimiDeltaSpec) -> KimiDeltaSpec:
+        heads, elements = self._shard(spec.num_heads), self._shard(spec.inner_size)
+        whole = _make_shard(spec.head_dim, (0, spec.head_dim))
         return replace(
             spec,
             num_heads=spec.num_heads // self.ranks,
@@ -479,35 +492,35 @@ class _Part:
             conv=replace(spec.conv, rows=(elements,) * 3),
             decay=replace(spec.decay, rows=heads),
             decay_bias=replace(spec.decay_bias, rows=elements),
-            out_proj=self._cut_inputs(spec.out_proj, spec.inner_size),
+            out_proj=self._shard_inputs(spec.out_proj, spec.inner_size),
         )
 
-    def cut_mlp(self, spec: MLPSpec, is_summed: bool) -> MLPSpec:
+    def shard_mlp(self, spec: MLPSpec, is_summed: bool) -> MLPSpec:
         size, up_proj = spec.intermediate_size, spec.up_proj
         begin, end = self._run(size)
         if spec.is_gated and len(up_proj.names) == 1:
-            rows = [_make_cut(2 * size, (begin, end), (size + begin, size + end))]
+            rows = [_make_shard(2 * size, (begin, end), (size + begin, size + end))]
         else:
-            rows = [_make_cut(size, (begin, end))] * len(up_proj.names)
+            rows = [_make_shard(size, (begin, end))] * len(up_proj.names)
         return replace(
             spec,
             intermediate_size=end - begin,
             up_proj=replace(up_proj, rows=tuple(rows)),
-            down_proj=self._cut_inputs(spec.down_proj, size, is_summed=is_summed),
+            down_proj=self._shard_inputs(spec.down_proj, size, is_summed=is_summed),
         )
 
-    def cut_experts(self, spec: ExpertsSpec) -> ExpertsSpec:
+    def shard_experts(self, spec: ExpertsSpec) -> ExpertsSpec:
         shared = spec.shared_expert
         return replace(
             spec,
-            expert=self.cut_mlp(spec.expert, is_summed=False),
-            shared_expert=None if shared is None else self.cut_mlp(shared, is_summed=False),
+            expert=self.shard_mlp(spec.expert, is_summed=False),
+            shared_expert=None if shared is None else self.shard_mlp(shared, is_summed=False),
             is_summed=True,
         )
 
-    def cut_vocabulary(self, size: int) -> DimensionShard:
+    def shard_vocabulary(self, size: int) -> DimensionShard:
         share = -(-size // self.ranks)
-        return _make_cut(size, (self.rank * share, min((self.rank + 1) * share, size)))
+        return _make_shard(size, (self.rank * share, min((self.rank + 1) * share, size)))
 
     def _run(self, size: int) -> Run:
         share = size // self.ranks
@@ -518,18 +531,18 @@ class _Part:
         begin = self.rank * heads // self.ranks
         return begin, begin + max(heads // self.ranks, 1)
 
-    def _cut(self, size: int, unit: int = 1) -> DimensionShard:
+    def _shard(self, size: int, unit: int = 1) -> DimensionShard:
         """Return this rank's part of `size` units of `unit` elements."""
         begin, end = self._run(size)
-        return _make_cut(size * unit, (begin * unit, end * unit))
+        return _make_shard(size * unit, (begin * unit, end * unit))
 
-    def _cut_inputs(
+    def _shard_inputs(
         self, linear: LinearSpec, size: int, unit: int = 1, is_summed: bool = True
     ) -> LinearSpec:
-        return replace(linear, columns=self._cut(size, unit), is_summed=is_summed)
+        return replace(linear, columns=self._shard(size, unit), is_summed=is_summed)
 
 
-def _cut_qkv(spec: AttentionSpec, heads: Run, kv_heads: Run) -> tuple[DimensionShard, ...]:
+def _shard_qkv(spec: AttentionSpec, heads: Run, kv_heads: Run) -> tuple[DimensionShard, ...]:
     """Return the outputs of some heads, for each tensor of a whole qkv_proj."""
     dim, num_heads, num_kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
 
@@ -537,21 +550,21 @@ def _cut_qkv(spec: AttentionSpec, heads: Run, kv_heads: Run) -> tuple[DimensionS
         return (first + of[0]) * dim, (first + of[1]) * dim
 
     if spec.kv_layers_back:
-        return (_make_cut(num_heads * dim, run(heads)),)
+        return (_make_shard(num_heads * dim, run(heads)),)
     if spec.is_grouped_by_kv_head:
-        return (_make_cut((num_heads + 2 * num_kv_heads) * dim, *_group_runs(spec, heads)),)
+        return (_make_shard((num_heads + 2 * num_kv_heads) * dim, *_group_runs(spec, heads)),)
     if len(spec.qkv_proj.names) == 1:
         keys, values = run(kv_heads, num_heads), run(kv_heads, num_heads + num_kv_heads)
-        return (_make_cut((num_heads + 2 * num_kv_heads) * dim, run(heads), keys, values),)
-    kv_cut = _make_cut(num_kv_heads * dim, run(kv_heads))
+        return (_make_shard((num_heads + 2 * num_kv_heads) * dim, run(heads), keys, values),)
+    kv_shard = _make_shard(num_kv_heads * dim, run(kv_heads))
     if spec.has_gate_proj:
-        head_cut = _make_cut(num_heads * dim, run(heads))
-        return head_cut, head_cut, kv_cut, kv_cut
+        head_rows = _make_shard(num_heads * dim, run(heads))
+        return head_rows, head_rows, kv_shard, kv_shard
     size = dim * (1 + spec.has_output_gate)
-    query_cut = _make_cut(num_heads * size, (heads[0] * size, heads[1] * size))
+    query_shard = _make_shard(num_heads * size, (heads[0] * size, heads[1] * size))
     value_dim = spec.value_dim or dim
     value_run = kv_heads[0] * value_dim, kv_heads[1] * value_dim
-    return query_cut, kv_cut, _make_cut(num_kv_heads * value_dim, value_run)
+    return query_shard, kv_shard, _make_shard(num_kv_heads * value_dim, value_run)
 
 
 def _group_runs(spec: AttentionSpec, heads: Run) -> Iterator[Run]:
@@ -569,8 +582,8 @@ def _scaled(run: Run, unit: int) -> Run:
     return run[0] * unit, run[1] * unit
 
 
-def _make_cut(size: int, *runs: Run) -> DimensionShard:
-    """Return a cut; runs that follow each other become one."""
+def _make_shard(size: int, *runs: Run) -> DimensionShard:
+    """Return a shard; runs that follow each other become one."""
     merged: list[Run] = []
     for begin, end in runs:
         if merged and merged[-1][1] == begin:

@@ -71,15 +71,15 @@ class StoredTensor:
             size *= length
         return size
 
-    def read(self, cuts: TensorShards = ()) -> Tensor:
+    def read(self, shards: TensorShards = ()) -> Tensor:
         """Return the tensor, or the shards of its dimensions, on the CPU; it may be memory-mapped.
 
         Args:
-            cuts: shard of each dimension; empty for the whole tensor.
+            shards: shard of each dimension; empty for the whole tensor.
         """
         with CPU:  # whatever the default is meanwhile
-            if cuts:
-                return self._read_runs(self.handle.get_slice(self.name), self.shape, cuts, ())
+            if shards:
+                return self._read_runs(self.handle.get_slice(self.name), self.shape, shards, ())
             if self.expert is None:
                 whole: Tensor = self.handle.get_tensor(self.name)
                 return whole
@@ -87,16 +87,17 @@ class StoredTensor:
             return self._read_block(stack, tuple(slice(0, size) for size in self.shape))
 
     def _read_runs(
-        self, file: Any, shape: tuple[int, ...], cuts: TensorShards, chosen: tuple[slice, ...]
+        self, file: Any, shape: tuple[int, ...], shards: TensorShards, chosen: tuple[slice, ...]
     ) -> Tensor:
         """Return the runs of the dimensions after those of which a range is chosen."""
         dimension = len(chosen)
-        if dimension == len(cuts):
+        if dimension == len(shards):
             return self._read_block(file, chosen)
-        cut = cuts[dimension]
-        runs = ((0, shape[dimension]),) if cut is None else cut.runs
+        shard = shards[dimension]
+        runs = ((0, shape[dimension]),) if shard is None else shard.runs
         parts = [
-            self._read_runs(file, shape, cuts, (*chosen, slice(begin, end))) for begin, end in runs
+            self._read_runs(file, shape, shards, (*chosen, slice(begin, end)))
+            for begin, end in runs
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dimension)
 
@@ -143,7 +144,7 @@ def select(tensor: Tensor, outer: TensorShards, inner: TensorShards) -> Tensor:
     for dimension, (whole, part) in enumerate(zip(outer, inner, strict=True)):
         if whole is not None and part is not None and whole != part:
             held, selected = (
-                torch.cat([torch.arange(*run) for run in cut.runs]) for cut in (whole, part)
+                torch.cat([torch.arange(*run) for run in shard.runs]) for shard in (whole, part)
             )
             positions = torch.searchsorted(held, selected).to(tensor.device)
             tensor = tensor.index_select(dimension, positions)
@@ -170,8 +171,8 @@ def _split_layer(
 ) -> None:
     up, down = experts.expert.up_proj.names, experts.expert.down_proj.names
     # In the file are the inner sizes of all ranks.
-    cut, hidden = experts.expert.down_proj.columns, model.hidden_size
-    inner = experts.expert.intermediate_size if cut is None else cut.size
+    shard, hidden = experts.expert.down_proj.columns, model.hidden_size
+    inner = experts.expert.intermediate_size if shard is None else shard.size
     folder = up[0].partition(".{}")[0]
     _rename_block(tensors, layer, folder.rpartition(".")[0])
     stacks = ("gate_up_proj", up, inner, hidden), ("down_proj", down, hidden, inner)

@@ -25,8 +25,8 @@ class StoredFp8(StoredFormat):
 
     def load(self, layer: StoredLinear) -> Weight:
         """Return the part of a layer's weight, as `StoredFormat.load` specifies."""
-        block, cuts = layer.spec.block, (layer.rows, layer.columns)
-        wide = widen_shards(cuts, block)
+        block, shards = layer.spec.block, (layer.rows, layer.columns)
+        wide = widen_shards(shards, block)
         codes = layer.read("weight", layer.shape, wide)
         name = next(filter(layer.has, SCALES), SCALES[0])
         shape = layer.shape_of(name)
@@ -35,11 +35,11 @@ class StoredFp8(StoredFormat):
                 f"is of type {codes.dtype} and shape {layer.shape}, but there is no "
                 f"{SCALES[0]!r} beside it to scale it by"
             )
-        scales = layer.read_cuts(name, shard_scales(wide, shape, block))
+        scales = layer.read_shards(name, shard_scales(wide, shape, block))
         for ignored in filter(layer.has, ACTIVATION_SCALES):
-            layer.read_cuts(ignored, ())
+            layer.read_shards(ignored, ())
         try:
             weight = prepare_fp8(codes, scales, block, layer.dtype)
         except ValueError as error:
             raise ValueError(f"{error} ({name})") from error
-        return weight if wide == cuts else select(dequantize(weight), wide, cuts)
+        return weight if wide == shards else select(dequantize(weight), wide, shards)

@@ -188,9 +188,9 @@ class GgufModel:
 
     def _add_latent_up_proj(self, spec: LatentAttentionSpec) -> None:
         """Add the up projection of keys and values that is stored as two tensors."""
-        cuts, rank = spec.kv_up_proj.rows, spec.kv_lora_rank
+        shards, rank = spec.kv_up_proj.rows, spec.kv_lora_rank
         outputs = spec.nope_head_dim + spec.value_dim
-        heads = cuts[0].size // outputs if cuts else spec.num_heads
+        heads = shards[0].size // outputs if shards else spec.num_heads
         names = [f"{self._prefix}{part}.weight" for part in ("attn_k_b", "attn_v_b")]
         shapes = (heads, rank, spec.nope_head_dim), (heads, spec.value_dim, rank)
         for name, shape in zip(names, shapes, strict=True):
@@ -351,12 +351,12 @@ class GgufModel:
 def _total_heads(spec: AttentionSpec) -> tuple[int, int]:
     """Return the query heads and the KV heads of all ranks."""
     heads = spec.total_num_heads or spec.num_heads
-    cuts = spec.qkv_proj.rows
-    if not cuts:
+    shards = spec.qkv_proj.rows
+    if not shards:
         return heads, spec.num_kv_heads
-    if len(cuts) > 1:
-        return heads, cuts[1].size // spec.head_dim
-    return heads, (cuts[0].size // spec.head_dim - heads) // 2
+    if len(shards) > 1:
+        return heads, shards[1].size // spec.head_dim
+    return heads, (shards[0].size // spec.head_dim - heads) // 2
 
 
 def _total_intermediate(spec: MLPSpec) -> int:

@@ -50,7 +50,7 @@ class GgufRows:
         """Type of few bits; None for floats."""
         return grouped_type(self.tensor.type.name)
 
-    def cut(self, runs: Sequence[tuple[int, int]]) -> "GgufRows":
+    def select_rows(self, runs: Sequence[tuple[int, int]]) -> "GgufRows":
         """Return the rows at some ranges of positions, concatenated."""
         if len(runs) == 1:
             return replace(self, rows=self.rows[slice(*runs[0])])
@@ -132,12 +132,12 @@ class GgufStoredTensor:
         """Bytes in memory, packed if the type is of few bits."""
         return sum(_memory_bytes(part, None) for part in self.parts)
 
-    def read(self, cuts: TensorShards = ()) -> Tensor:
+    def read(self, shards: TensorShards = ()) -> Tensor:
         """Return the tensor, or the shards of its dimensions, as numbers on the CPU.
 
-        cuts: shard of each dimension; empty for the whole tensor.
+        shards: shard of each dimension; empty for the whole tensor.
         """
-        parts, columns = self._cut(cuts)
+        parts, columns = self._shard(shards)
         numbers = torch.cat([part.read_floats(columns) for part in parts])
         if self.offset:
             numbers = numbers.float() - self.offset
@@ -145,14 +145,14 @@ class GgufStoredTensor:
             return numbers.t().contiguous()
         return numbers if len(self.shape) == 2 else numbers.view(-1, *self.shape[1:])
 
-    def read_packed(self, cuts: TensorShards, dtype: torch.dtype) -> list[GroupedWeight]:
+    def read_packed(self, shards: TensorShards, dtype: torch.dtype) -> list[GroupedWeight]:
         """Return the tensor, or the shards of its dimensions, as weights that are unpacked later.
 
         Args:
-            cuts: shard of each dimension; empty for the whole tensor.
+            shards: shard of each dimension; empty for the whole tensor.
             dtype: dtype of the floats that the weights represent.
         """
-        parts, columns = self._cut(cuts)
+        parts, columns = self._shard(shards)
         return [_packed(part, columns, dtype) for part in parts]
 
     def is_equal(self, other: "GgufStoredTensor") -> bool:
@@ -170,18 +170,18 @@ class GgufStoredTensor:
             for begin in range(0, len(one.rows), step)
         )
 
-    def _cut(self, cuts: TensorShards) -> tuple[tuple[GgufRows, ...], DimensionShard | None]:
+    def _shard(self, shards: TensorShards) -> tuple[tuple[GgufRows, ...], DimensionShard | None]:
         """Return the rows of the shards, and the elements of each row."""
-        ordered = tuple(reversed(cuts)) if self.is_transposed else cuts
+        ordered = tuple(reversed(shards)) if self.is_transposed else shards
         rows = ordered[0] if ordered else None
         columns = ordered[1] if len(ordered) > 1 else None
         if columns is not None:
             self._check_columns(columns)
         if rows is None:
             return self.parts, columns
-        return tuple(self._cut_rows(rows)), columns
+        return tuple(self._shard_rows(rows)), columns
 
-    def _cut_rows(self, rows: DimensionShard) -> Iterator[GgufRows]:
+    def _shard_rows(self, rows: DimensionShard) -> Iterator[GgufRows]:
         """Yield the parts' rows of a shard, in its order."""
         for run_begin, run_end in rows.runs:
             begin = 0
@@ -189,7 +189,7 @@ class GgufStoredTensor:
                 end = begin + len(part.rows)
                 first, last = max(run_begin, begin), min(run_end, end)
                 if first < last:
-                    yield part.cut([(first - begin, last - begin)])
+                    yield part.select_rows([(first - begin, last - begin)])
                 begin = end
 
     def _check_columns(self, columns: DimensionShard) -> None:
@@ -227,7 +227,7 @@ class GgufLatentTensor(GgufStoredTensor):
         """False: keys are stored by their inputs."""
         return False
 
-    def read(self, cuts: TensorShards = ()) -> Tensor:
+    def read(self, shards: TensorShards = ()) -> Tensor:
         """Return the tensor, or the shards of its dimensions, as numbers on the CPU."""
         keys, values = (part.read_floats(None) for part in self.parts)
         rank = self.shape[1]
@@ -236,7 +236,7 @@ class GgufLatentTensor(GgufStoredTensor):
             values.view(self.num_heads, -1, rank),
         )
         whole = torch.cat(by_head, 1).flatten(0, 1)
-        rows = cuts[0] if cuts else None
+        rows = shards[0] if shards else None
         if rows is None:
             return whole
         return torch.cat([whole[begin:end] for begin, end in rows.runs])

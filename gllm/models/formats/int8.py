@@ -22,5 +22,5 @@ class StoredInt8(StoredFormat):
         else:
             scales = layer.read("weight_scale", (outputs, 1), (layer.rows, None)).flatten()
         if layer.has("input_scale"):
-            layer.read_cuts("input_scale", ())
+            layer.read_shards("input_scale", ())
         return Int8Weight(codes, check_scales(scales).float(), layer.dtype)

@@ -12,12 +12,12 @@ from gllm.kernels.linear_grouped import DEVICES
 from gllm.kernels.weight_format import Weight
 from gllm.models.formats.packed_weight import (
     check_scales,
-    cut_groups,
     group_inputs,
     grouped_weight,
     unpack_bits,
 )
 from gllm.models.formats.stored_format import StoredFormat, StoredLinear
+from gllm.models.shard import shard_groups
 
 LARGEST = 12
 """Largest float of e2m1, doubled: the zero of the codes."""
@@ -43,12 +43,12 @@ class StoredNvfp4(StoredFormat):
         scales = layer.read("weight_scale", (outputs, groups), (layer.rows, parts.groups))
         scales = self.scale_floats(layer, scales)
         inputs = layer.shape[1]
-        cut = cut_groups(layer.columns, 2)
-        codes = layer.read("weight_packed", (outputs, -(-inputs // 2)), (layer.rows, cut))
+        shard = shard_groups(layer.columns, 2)
+        codes = layer.read("weight_packed", (outputs, -(-inputs // 2)), (layer.rows, shard))
         layout = GroupLayout(4, parts.group, zero=LARGEST, table=TABLE)
 
         def unpack(begin: int, end: int) -> Tensor:
-            return unpack_bits(codes[begin:end], 4, parts.cut.count)
+            return unpack_bits(codes[begin:end], 4, parts.shard.count)
 
         # The table has doubled numbers.
         return grouped_weight(layer, layout, unpack, check_scales(scales / 2))

@@ -13,12 +13,12 @@ from gllm.kernels.weight_format import Weight
 from gllm.models.formats.packed_weight import (
     bit_words,
     check_scales,
-    cut_words,
     group_inputs,
     grouped_weight,
     integer_layout,
+    shard_words,
     unpack_bits,
-    widen_cut,
+    widen_to_units,
 )
 from gllm.models.formats.stored_format import StoredFormat, StoredLinear
 
@@ -40,11 +40,11 @@ class StoredAwq(StoredFormat):
     def load(self, layer: StoredLinear) -> Weight:
         """Return the part of a layer's AWQ weight, as `StoredFormat.load` specifies."""
         outputs, inputs = layer.shape
-        rows, parts = widen_cut(layer.rows, outputs), group_inputs(layer)
+        rows, parts = widen_to_units(layer.rows, outputs), group_inputs(layer)
         words, groups = bit_words(outputs, AWQ_BITS), parts.num_stored
-        word_cut = cut_words(rows.wide, AWQ_BITS)
-        codes = layer.read("qweight", (inputs, words), (parts.cut.wide, word_cut))
-        zeros = layer.read("qzeros", (groups, words), (parts.groups, word_cut))
+        word_shard = shard_words(rows.wide, AWQ_BITS)
+        codes = layer.read("qweight", (inputs, words), (parts.shard.wide, word_shard))
+        zeros = layer.read("qzeros", (groups, words), (parts.groups, word_shard))
         scales = layer.read("scales", (groups, outputs), (parts.groups, layer.rows))
         scales = check_scales(scales).t()
         zero_codes = _awq_outputs(zeros)[rows.positions]
@@ -54,7 +54,7 @@ class StoredAwq(StoredFormat):
             chosen = rows.positions[begin:end]
             first, last = int(chosen[0]) // 8, int(chosen[-1]) // 8 + 1
             part = _awq_outputs(codes[:, first:last])[chosen - first * 8]
-            return part[:, parts.cut.positions]
+            return part[:, parts.shard.positions]
 
         return grouped_weight(layer, layout, unpack, scales, minimums)
 
@@ -77,14 +77,14 @@ class StoredGptq(StoredFormat):
     def load(self, layer: StoredLinear) -> Weight:
         """Return the part of a layer's GPTQ weight, as `StoredFormat.load` specifies."""
         (outputs, inputs), width = layer.shape, layer.spec.width
-        rows, parts = widen_cut(layer.rows, outputs), group_inputs(layer)
-        groups, columns = parts.num_stored, parts.cut
-        word_cut = cut_words(columns.wide, width)
-        codes = layer.read("qweight", (bit_words(inputs, width), outputs), (word_cut, layer.rows))
+        rows, parts = widen_to_units(layer.rows, outputs), group_inputs(layer)
+        groups, columns = parts.num_stored, parts.shard
+        word_shard = shard_words(columns.wide, width)
+        codes = layer.read("qweight", (bit_words(inputs, width), outputs), (word_shard, layer.rows))
         zeros = layer.read(
             "qzeros",
             (groups, bit_words(outputs, width)),
-            (parts.groups, cut_words(rows.wide, width)),
+            (parts.groups, shard_words(rows.wide, width)),
         )
         scales = layer.read("scales", (groups, outputs), (parts.groups, layer.rows))
         scales = check_scales(scales).t()
@@ -119,10 +119,10 @@ class StoredPackQuantized(StoredFormat):
         """Return the part of a compressed-tensors weight, as `StoredFormat.load` specifies."""
         (outputs, inputs), width = layer.shape, layer.spec.width
         parts = group_inputs(layer)
-        groups, columns = parts.num_stored, parts.cut
-        word_cut = cut_words(columns.wide, width)
+        groups, columns = parts.num_stored, parts.shard
+        word_shard = shard_words(columns.wide, width)
         codes = layer.read(
-            "weight_packed", (outputs, bit_words(inputs, width)), (layer.rows, word_cut)
+            "weight_packed", (outputs, bit_words(inputs, width)), (layer.rows, word_shard)
         )
         scales = layer.read("weight_scale", (outputs, groups), (layer.rows, parts.groups))
         if layer.has("weight_shape"):
@@ -144,12 +144,12 @@ class StoredPackQuantized(StoredFormat):
     def _read_zeros(self, layer: StoredLinear, width: int) -> Tensor:
         """Return the code of 0 of each output and group; older files do not pack it."""
         outputs, name = layer.shape[0], "weight_zero_point"
-        rows, parts = widen_cut(layer.rows, outputs), group_inputs(layer)
+        rows, parts = widen_to_units(layer.rows, outputs), group_inputs(layer)
         shape = bit_words(outputs, width), parts.num_stored
         if layer.shape_of(name) == (outputs, parts.num_stored) != shape:
             plain = layer.read(name, (outputs, parts.num_stored), (layer.rows, parts.groups))
             return (plain.int() + (1 << (width - 1))).to(torch.uint8)
-        words = layer.read(name, shape, (cut_words(rows.wide, width), parts.groups))
+        words = layer.read(name, shape, (shard_words(rows.wide, width), parts.groups))
         if words.dtype != torch.int32:
             raise ValueError(f"has {name!r} of type {words.dtype}, which holds no packed integers")
         count = outputs if rows.wide is None else rows.wide.num_elements

@@ -15,7 +15,7 @@ from gllm.kernels.grouped_weight import (
     GroupScales,
 )
 from gllm.models.formats.stored_format import StoredLinear
-from gllm.models.shard import is_aligned, widen
+from gllm.models.shard import is_aligned, shard_groups, widen
 from gllm.models.spec.parts import DimensionShard
 
 WORD_BITS = 32
@@ -48,24 +48,16 @@ def bit_words(size: int, width: int) -> int:
     return -(-size * width // WORD_BITS)
 
 
-def cut_words(cut: DimensionShard | None, width: int) -> DimensionShard | None:
-    """Return the words with the codes of a cut that begins and ends at multiples of 32 codes."""
-    if cut is None:
+def shard_words(shard: DimensionShard | None, width: int) -> DimensionShard | None:
+    """Return the words with the codes of a shard that begins and ends at multiples of 32 codes."""
+    if shard is None:
         return None
-    runs = tuple((begin * width // WORD_BITS, bit_words(end, width)) for begin, end in cut.runs)
-    return DimensionShard(bit_words(cut.size, width), runs)
-
-
-def cut_groups(cut: DimensionShard | None, group: int) -> DimensionShard | None:
-    """Return the groups of a cut that begins and ends at multiples of the group's size."""
-    if cut is None:
-        return None
-    runs = tuple((begin // group, -(-end // group)) for begin, end in cut.runs)
-    return DimensionShard(-(-cut.size // group), runs)
+    runs = tuple((begin * width // WORD_BITS, bit_words(end, width)) for begin, end in shard.runs)
+    return DimensionShard(bit_words(shard.size, width), runs)
 
 
 @dataclass(frozen=True, slots=True)
-class CutPart:
+class WidenedShard:
     """The part of a dimension that is loaded, and the whole words of codes around it."""
 
     wide: DimensionShard | None
@@ -79,13 +71,13 @@ class CutPart:
         return len(self.positions)
 
 
-def widen_cut(cut: DimensionShard | None, size: int, unit: int = WORD_BITS) -> CutPart:
-    """Return a cut of a dimension of `size` elements, read in whole units."""
-    if cut is None:
-        return CutPart(None, torch.arange(size))
-    wide = widen(cut, unit)
-    held, chosen = (torch.cat([torch.arange(*run) for run in each.runs]) for each in (wide, cut))
-    return CutPart(wide, torch.searchsorted(held, chosen))
+def widen_to_units(shard: DimensionShard | None, size: int, unit: int = WORD_BITS) -> WidenedShard:
+    """Return a shard of a dimension of `size` elements, read in whole units."""
+    if shard is None:
+        return WidenedShard(None, torch.arange(size))
+    wide = widen(shard, unit)
+    held, chosen = (torch.cat([torch.arange(*run) for run in each.runs]) for each in (wide, shard))
+    return WidenedShard(wide, torch.searchsorted(held, chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ class GroupedInputs:
 
     group: int
     """Inputs per group; all of them if the checkpoint has a scale per output."""
-    cut: CutPart
+    shard: WidenedShard
     groups: DimensionShard | None
     """Groups to load; None for all."""
     num_stored: int
@@ -103,7 +95,7 @@ class GroupedInputs:
     @property
     def layout_group(self) -> int:
         """Inputs per group for the kernels: a multiple of what they sum at once."""
-        group, inputs = self.group, self.cut.count
+        group, inputs = self.group, self.shard.count
         return group if group < inputs or not group % BLOCK_INPUTS else _round_up(inputs)
 
 
@@ -115,16 +107,16 @@ def group_inputs(layer: StoredLinear) -> GroupedInputs:
     """Return the groups of a layer's inputs.
 
     Raises:
-        ValueError: the cut divides a group.
+        ValueError: the shard divides a group.
     """
     inputs = layer.shape[1]
     if layer.spec.block is None:
-        return GroupedInputs(inputs, widen_cut(layer.columns, inputs), None, 1)
+        return GroupedInputs(inputs, widen_to_units(layer.columns, inputs), None, 1)
     group = layer.spec.block[1]
     if layer.columns is not None and not is_aligned(layer.columns, group):
         raise ValueError(f"is divided among ranks within groups of {group} inputs with one scale")
-    cut = widen_cut(layer.columns, inputs, group)
-    return GroupedInputs(group, cut, cut_groups(layer.columns, group), -(-inputs // group))
+    shard = widen_to_units(layer.columns, inputs, group)
+    return GroupedInputs(group, shard, shard_groups(layer.columns, group), -(-inputs // group))
 
 
 def check_scales(scales: Tensor) -> Tensor:

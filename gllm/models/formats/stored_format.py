@@ -51,20 +51,20 @@ class StoredLinear:
     """Dtype of the floats that the weight represents."""
     shape_of: Callable[[str], tuple[int, ...] | None]
     """Shape of the layer's tensor whose name ends so; None if there is none."""
-    read_cuts: Callable[[str, TensorShards], Tensor]
-    """Reads cuts of that tensor; empty cuts for all of it."""
+    read_shards: Callable[[str, TensorShards], Tensor]
+    """Reads the shards of that tensor's dimensions; none for all of it."""
 
     def has(self, name: str) -> bool:
         """Return True if the layer has a tensor whose name ends so."""
         return self.shape_of(name) is not None
 
-    def read(self, name: str, shape: tuple[int, ...], cuts: TensorShards = ()) -> Tensor:
-        """Return a tensor of the layer, or cuts of it.
+    def read(self, name: str, shape: tuple[int, ...], shards: TensorShards = ()) -> Tensor:
+        """Return a tensor of the layer, or its shard.
 
         Args:
             name: last part of its name.
             shape: shape that the whole tensor has to have.
-            cuts: shards of its dimensions; empty for all of it.
+            shards: shards of its dimensions; empty for all of it.
 
         Raises:
             ValueError: the tensor is missing or has another shape.
@@ -78,7 +78,7 @@ class StoredLinear:
                 f"has {name!r} of shape {stored}, but {outputs} outputs and {inputs} inputs by "
                 f"config.json need {shape}"
             )
-        return self.read_cuts(name, cuts if any(cuts) else ())
+        return self.read_shards(name, shards if any(shards) else ())
 
 
 class StoredFormat(ABC):

@@ -59,7 +59,7 @@ def read_floats(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, Tensor
     floats = {}
     with Checkpoint(folder, torch.float32, model, range(model.num_layers)) as checkpoint:
         for name in (f"{stem}.weight" for stem in sorted(stems)):
-            cuts = checkpoint._cuts.get(name, (None, None))
+            cuts = checkpoint._shards.get(name, (None, None))
             whole = plain[name].shape
             shape = [
                 size if cut is None else cut.num_elements
