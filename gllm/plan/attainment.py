@@ -127,8 +127,6 @@ class Attainment:
     """Upper end."""
     num_requests: int
     """Requests of the longest run."""
-    num_warm_up: int = 0
-    """Requests of that run that were left out at its begin."""
     goal: float = 0.0
     """Goal (0..1) of the share."""
     reaches_goals: bool = False
@@ -251,7 +249,7 @@ class AttainmentTest:
         reaches_goals = _has_lasted(series, first) and all(
             each >= least for each, _, _, least in intervals
         )
-        return Attainment(verdict, share, low, high, len(requests), first, goal, reaches_goals)
+        return Attainment(verdict, share, low, high, len(requests), goal, reaches_goals)
 
     def _interval(self, scores: np.ndarray, relaxations: float) -> tuple[float, float, float]:
         """Return the mean of scores in the order of arrival, and the ends of its interval."""

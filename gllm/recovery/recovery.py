@@ -176,11 +176,6 @@ class Recovery:
         return self._stages.return_until
 
     @property
-    def change_kind(self) -> str:
-        """Kind of the change that is being prepared; empty for none."""
-        return self._changes.kind
-
-    @property
     def next_deadline(self) -> float:
         """Time at which `on_timer` has to be called; infinity if only events are awaited."""
         if self.state is RecoveryState.NEW or self.is_over:

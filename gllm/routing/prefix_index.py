@@ -29,11 +29,6 @@ class PrefixIndex:
         """Number of indexed blocks by engine."""
         return {engine: len(blocks) for engine, blocks in self._blocks.items()}
 
-    @property
-    def num_distinct_blocks(self) -> int:
-        """Number of different blocks that some engine has cached."""
-        return len(self._owners)
-
     def on_events(
         self,
         engine: str,

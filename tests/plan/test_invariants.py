@@ -334,7 +334,7 @@ def answer_pools(question: PlanQuestion) -> PlanAnswer:
     )
 
     def simulate(count: int, seed: int) -> Sequence[JudgedRequest]:
-        return judge_requests(replace(point, seed=seed), count)
+        return judge_requests(replace(point, seed=seed), count)[0]
 
     written = lay_out_pools(plan, problem)
     judged = {

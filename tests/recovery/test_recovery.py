@@ -140,7 +140,6 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
         assert world.recovery.state is RecoveryState.READY
         assert not world.recovery.is_overdue
         assert world.recovery.layers == world.layers
-        assert not world.recovery.change_kind
         assert (world.num_measurements > 0) == should_measure
         # Every place is filled, and the standby workers are there after their backoff.
         world.wait(MAX_BACKOFF_SECONDS)

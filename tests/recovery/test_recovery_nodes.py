@@ -158,7 +158,6 @@ def test_random_losses_end_in_a_ready_or_a_dead_engine(
     if world.given_up:
         return
     assert world.recovery.state is RecoveryState.READY
-    assert not world.recovery.change_kind
     assert not world.recovery.draining
     assert not world.recovery.is_overdue
     assert world.recovery.layers == world.layers

@@ -290,7 +290,7 @@ def judge_point(point: ClusterPoint, check: Callable[[], None] | None = None) ->
     worst: list[SloMargin] = []
 
     def simulate(count: int) -> list[JudgedRequest]:
-        requests, margin = _judge_requests(point, count, check)
+        requests, margin = judge_requests(point, count, check)
         worst[:] = [margin]
         return requests
 
@@ -301,19 +301,20 @@ def judge_point(point: ClusterPoint, check: Callable[[], None] | None = None) ->
     return PointVerdict(attainment.is_likely, worst[0], attainment)
 
 
-def judge_requests(point: ClusterPoint, count: int) -> list[JudgedRequest]:
-    """Simulate the first requests of a point; return their scores for the nine limits.
+def judge_requests(
+    point: ClusterPoint, count: int, check: Callable[[], None] | None = None
+) -> tuple[list[JudgedRequest], SloMargin]:
+    """Simulate the first requests of a point.
 
     Args:
         point: Machines, workload and rate.
         count: Number of requests.
+        check: Called now and then; an error that it raises ends the simulation.
+
+    Returns:
+        Scores of the requests for the nine limits, and the slowdown that is largest relative to its
+        limit.
     """
-    return _judge_requests(point, count, None)[0]
-
-
-def _judge_requests(
-    point: ClusterPoint, count: int, check: Callable[[], None] | None
-) -> tuple[list[JudgedRequest], SloMargin]:
     jobs = point.jobs(count)
     lines, _ = _serve(point, jobs, check)
     pairs = pair_latencies(lines, jobs, point.model)

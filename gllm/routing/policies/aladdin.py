@@ -66,9 +66,8 @@ def num_scheduling_groups(
     heartbeat_seconds: float,
     worker_seconds: float,
     least_rate: float,
-    max_seconds: float = MAX_SECONDS,
 ) -> int:
-    """Return the least number of engine groups with which placing requests takes at most a limit.
+    """Return the least number of engine groups with which a placement takes at most MAX_SECONDS.
 
     A group gets at least the request rate from which its number of engines can be predicted, so
     there may be fewer groups than the time limit requires. The result is at least 1.
@@ -79,13 +78,12 @@ def num_scheduling_groups(
         heartbeat_seconds: time between two placements.
         worker_seconds: seconds per engine and comparison.
         least_rate: least requests per second of a group (R in the paper).
-        max_seconds: longest time of a placement.
     """
     groups = 1
     while groups < num_workers and rate / (groups + 1) >= least_rate:
         num_requests = rate * heartbeat_seconds / groups
         seconds = predict_scheduling_seconds(num_workers / groups, num_requests, worker_seconds)
-        if seconds <= max_seconds:
+        if seconds <= MAX_SECONDS:
             break
         groups += 1
     return groups

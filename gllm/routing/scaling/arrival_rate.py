@@ -21,32 +21,22 @@ THRESHOLD = 12.0
 """Log-likelihood ratio of a change point: one is true by chance less than once per hour."""
 MAX_RELATIVE_ERROR = 0.05
 """Relative standard error of the mean rate that is aimed at: more arrivals are not kept."""
+ENOUGH_ARRIVALS = 1.0 / MAX_RELATIVE_ERROR**2
+"""Poisson arrivals that give the mean rate this error."""
 MAX_SECONDS = 900.0
 """Longest time over which a rate is averaged."""
 
 
-def num_arrivals_for(relative_error: float) -> float:
-    """Return how many Poisson arrivals give the mean rate a relative standard error.
-
-    Args:
-        relative_error: standard error of the rate as a share of the rate.
-    """
-    return 1.0 / relative_error**2
-
-
-def least_stable_rate(
-    heartbeat_seconds: float, relative_error: float = MAX_RELATIVE_ERROR
-) -> float:
+def least_stable_rate(heartbeat_seconds: float) -> float:
     """Return the least arrival rate per second whose mean over a time is accurate enough.
 
     It is R in the paper: at this rate the relative standard error sigma / (mu sqrt(n)) of n Poisson
-    arrivals has the given value.
+    arrivals is MAX_RELATIVE_ERROR.
 
     Args:
         heartbeat_seconds: time over which arrivals are counted.
-        relative_error: standard error of the mean as a share of the mean.
     """
-    return num_arrivals_for(relative_error) / heartbeat_seconds
+    return ENOUGH_ARRIVALS / heartbeat_seconds
 
 
 class _Bin(NamedTuple):
@@ -159,10 +149,9 @@ class ArrivalRate:
         self._bins.append(arrivals)
         self._seconds += arrivals.seconds
         self._count += arrivals.num_arrivals
-        enough = num_arrivals_for(MAX_RELATIVE_ERROR)
         while len(self._bins) > 1:
             oldest = self._bins[0]
-            has_enough = self._count - oldest.num_arrivals >= enough
+            has_enough = self._count - oldest.num_arrivals >= ENOUGH_ARRIVALS
             if not has_enough and self._seconds - oldest.seconds < MAX_SECONDS:
                 return
             self._forget(1)

@@ -177,11 +177,6 @@ class ClusterEngine:
         return len(self.requests) + len(self.unsent_requests)
 
     @property
-    def num_waiting_requests(self) -> int:
-        """Return the number of requests without KV blocks."""
-        return self._epochs[-1].stats.waiting + len(self.unsent_requests)
-
-    @property
     def is_routable(self) -> bool:
         """True if the router may send requests: ready, not draining, or crashed but undetected."""
         has_been_ready = self.lives[-1].ready_time is not None

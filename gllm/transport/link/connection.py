@@ -19,11 +19,10 @@ _INFO = struct.Struct("<8B24I4Q6I4Q2I2Q")
 """The kernel's struct tcp_info up to `tcpi_bytes_retrans` (Linux 4.19)."""
 _APP_LIMITED_BYTE, _APP_LIMITED_BIT = 7, 1
 _SEND_MSS, _UNACKED, _ROUND_TRIP, _WINDOW = 10, 12, 23, 26
-_UNSENT, _MIN_ROUND_TRIP, _DELIVERY_RATE, _DELIVERED = 38, 39, 42, 46
+_UNSENT, _DELIVERY_RATE, _DELIVERED = 38, 42, 46
 _BUSY, _RECEIVER_LIMITED, _BUFFER_LIMITED = 43, 44, 45
 _BYTES_SENT, _BYTES_RETRANSMITTED = 48, 49
 _MICROSECONDS = 1e-6
-_NO_ROUND_TRIP = 2**32 - 1
 
 
 class TcpInfo(NamedTuple):
@@ -35,8 +34,6 @@ class TcpInfo(NamedTuple):
     """True if too little data to send limited the rate, so that it does not measure the network."""
     round_trip_seconds: float
     """Smoothed round-trip time in seconds."""
-    min_round_trip_seconds: float | None
-    """Shortest round-trip time of the connection in seconds; None before the first one."""
     segment_bytes: int
     """Largest payload of a TCP segment in bytes."""
     window_bytes: int
@@ -250,12 +247,11 @@ class FrameConnection:
         if len(data) < _INFO.size:
             return None
         fields = _INFO.unpack(data)
-        segment_bytes, min_round_trip = fields[_SEND_MSS], fields[_MIN_ROUND_TRIP]
+        segment_bytes = fields[_SEND_MSS]
         return TcpInfo(
             float(fields[_DELIVERY_RATE]),
             bool(fields[_APP_LIMITED_BYTE] & _APP_LIMITED_BIT),
             fields[_ROUND_TRIP] * _MICROSECONDS,
-            None if min_round_trip == _NO_ROUND_TRIP else min_round_trip * _MICROSECONDS,
             segment_bytes,
             fields[_WINDOW] * segment_bytes,
             fields[_UNACKED] * segment_bytes,

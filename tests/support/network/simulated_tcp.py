@@ -53,7 +53,6 @@ class SimulatedTcp(FrameConnection):
             0.0,
             True,
             self._round_trip + self._queued / self.rate,
-            self._round_trip,
             SEGMENT,
             int(self._window),
             int(self._in_flight),

@@ -34,7 +34,7 @@ class ScriptedConnection(FrameConnection):
     """Connection whose measurements are scripted, and which keeps the limits that are set."""
 
     def __init__(self) -> None:
-        self.info = TcpInfo(0.0, True, 0.06, 0.06, SEGMENT, 10 * SEGMENT, 0, 0, 0, 0, 0)
+        self.info = TcpInfo(0.0, True, 0.06, SEGMENT, 10 * SEGMENT, 0, 0, 0, 0, 0)
         self.pacings: list[float] = []
         self.unsent_limits: list[int] = []
 
@@ -303,8 +303,7 @@ def test_measurements_and_limits_of_a_real_connection() -> None:
             assert info.num_retransmitted_bytes == 0
             assert info.num_delivered > 0
             assert info.window_bytes >= info.segment_bytes > 500
-            assert info.min_round_trip_seconds is not None
-            assert 0 < info.min_round_trip_seconds <= info.round_trip_seconds + 1e-3 < 60
+            assert 0 < info.round_trip_seconds < 60
             connection.set_pacing(1e6)
             connection.set_unsent_limit(20_000)
             rate = client.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE)
