@@ -90,7 +90,7 @@ class LinkState(msgspec.Struct, frozen=True):
     """Size of the chunk that was sent last; 0 before the first one."""
     encoding: str = ""
     """Encoding of activations (`--link-encoding`), the same at both ends."""
-    least_bytes_per_second: float | None = None
+    min_bytes_per_second: float | None = None
     """Payload that the link carries at least, by what it has carried; None if unknown."""
 
 

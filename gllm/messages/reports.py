@@ -95,7 +95,7 @@ class LinkTime(msgspec.Struct, frozen=True, array_like=True):
     """Rate of a message that waits for nothing, without its propagation; None for no limit."""
     round_trip_seconds: float = 0.0
     """Least round trip, without queues."""
-    least_bytes_per_second: float | None = None
+    min_bytes_per_second: float | None = None
     """Rate that the link has at least, 0 if nothing is known; None for no limit."""
 
 

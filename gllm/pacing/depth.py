@@ -251,7 +251,7 @@ class DepthController:
         self.pace = pace
         self._max_depth = max_depth
         self._min_prefill_tokens = min_prefill_tokens
-        self._most_prefill_tokens = pace.max_prefill_tokens
+        self._max_prefill_tokens = pace.max_prefill_tokens
         self._next_check = -math.inf
 
     def is_due(self, now: float) -> bool:
@@ -286,7 +286,7 @@ class DepthController:
         is_enough = self.pace.depth >= min_depth
         if is_enough and not _is_better(times, num_decoding, depth, self.pace.depth):
             depth = self.pace.depth
-        cap = cap_prefill(times, self._min_prefill_tokens, self._most_prefill_tokens)
+        cap = cap_prefill(times, self._min_prefill_tokens, self._max_prefill_tokens)
         old_cap = self.pace.max_prefill_tokens
         is_cap_close = abs(cap - old_cap) < MIN_CAP_CHANGE * old_cap
         if depth == self.pace.depth and is_cap_close and is_mixed == self.pace.is_mixed:

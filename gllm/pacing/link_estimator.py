@@ -123,7 +123,7 @@ class LinkEstimator:
         return max(self._rate, self._min_rate)
 
     @property
-    def least_bytes_per_second(self) -> float | None:
+    def min_bytes_per_second(self) -> float | None:
         """Bandwidth of the link for payload, or a lower bound of it until it is measured.
 
         None before the first sample. The bandwidth of a fast link is never measured, because the

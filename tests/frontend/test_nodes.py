@@ -68,7 +68,7 @@ async def test_nodes_with_all_fields(engine):
         "num_queued_bytes": 700,
         "last_chunk_bytes": 64,
         "encoding": "int8",
-        "least_bytes_per_second": None,
+        "min_bytes_per_second": None,
     }
     assert lost["load"]["cpu_utilization"] is None
     assert (lost["state"], lost["last_cause"]) == ("lost", "no heartbeat for 5 s")

@@ -12,7 +12,7 @@ from experiments.link_policies.fixed_chunk import FixedChunkPolicy
 from experiments.link_policies.molink_paper import MolinkPaperPolicy
 from gllm.pacing.policies.molink import (
     FLUSH_FACTOR,
-    MOST_BYTES,
+    MAX_BYTES,
     PATIENCE,
     DecodeFirstPolicy,
     MolinkPolicy,
@@ -106,8 +106,8 @@ KV_TRACE = """
 @pytest.mark.parametrize(
     ("policy", "trace", "num_events"),
     [
-        (MolinkPaperPolicy(least_bytes=100, patience=3), PAPER_TRACE, 40),
-        (MolinkPolicy(least_bytes=100, most_bytes=600, patience=3), BOUNDED_TRACE, 12),
+        (MolinkPaperPolicy(min_bytes=100, patience=3), PAPER_TRACE, 40),
+        (MolinkPolicy(min_bytes=100, max_bytes=600, patience=3), BOUNDED_TRACE, 12),
         (FixedChunkPolicy(chunk_bytes=100, patience=3), KV_TRACE, 11),
     ],
     ids=["as printed", "bounded", "KV blocks"],
@@ -181,7 +181,7 @@ def test_no_forced_chunk_exceeds_four_times_the_smallest(
     least: int, patience: int, arrivals: list[tuple[TrafficClass, int]]
 ) -> None:
     """Forced: a more urgent message waits."""
-    queue = Queue(MolinkPolicy(least, max(least, MOST_BYTES), patience))
+    queue = Queue(MolinkPolicy(least, max(least, MAX_BYTES), patience))
     for traffic_class, num_bytes in arrivals:
         queue.add(traffic_class, num_bytes)
         most_urgent = min(each.traffic_class for each in queue.waiting)
@@ -218,7 +218,7 @@ def test_chunk_is_the_budget_between_its_bounds() -> None:
     assert MolinkPaperPolicy().chunk_bytes(10**7, view) == 125_000
     assert MolinkPolicy().chunk_bytes(10**7, LinkView(0.0, 12.5e6, -0.5)) == 16_384
     idle = LinkView(0.0, 12.5e6, None)
-    assert MolinkPolicy().chunk_bytes(10**7, idle) == MOST_BYTES
+    assert MolinkPolicy().chunk_bytes(10**7, idle) == MAX_BYTES
     assert MolinkPaperPolicy().chunk_bytes(10**7, idle) == 10**7
     assert clamp_chunk(99.9, 1, 100) == 99
 
@@ -289,7 +289,7 @@ def test_unknown_names_and_bad_sizes_are_refused() -> None:
         lambda: FixedChunkPolicy(0),
         lambda: FixedChunkPolicy(patience=0),
         lambda: MolinkPaperPolicy(0),
-        lambda: MolinkPolicy(least_bytes=9, most_bytes=8),
+        lambda: MolinkPolicy(min_bytes=9, max_bytes=8),
     ):
         with pytest.raises(ValueError, match="give "):
             make()

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.link_policies.concurrent import TURN_BYTES
 from experiments.link_policies.fixed_chunk import CHUNK_BYTES
-from gllm.pacing.policies.molink import LEAST_BYTES, MolinkPolicy
+from gllm.pacing.policies.molink import MIN_BYTES, MolinkPolicy
 from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkPolicy, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig
@@ -99,7 +99,7 @@ def test_link_tells_its_policy_rate_and_slack() -> None:
         next_end = min(end for end in ends if end > view.now - 1e-6)
         late.append(next_end - (view.now + view.slack_seconds))
     assert min(late) >= -1e-6
-    assert max(late) <= LEAST_BYTES / RATE + 1e-6
+    assert max(late) <= MIN_BYTES / RATE + 1e-6
     assert median(late) < 1e-6
 
 
@@ -110,7 +110,7 @@ def test_decode_passes_a_prefill_without_waiting() -> None:
         _, _, commits = run_beside_prefill(make_link_policy(EVERY_LINK_POLICY[name]))
         worst[name] = max(after - before for before, after in pairwise(commits))
     floor = 2 * STAGE_SECONDS + 2 * DELAY_SECONDS + TOKEN_BYTES / RATE
-    assert worst["molink"] <= floor + LEAST_BYTES / RATE + 1e-6
+    assert worst["molink"] <= floor + MIN_BYTES / RATE + 1e-6
     assert worst["fixed-chunk"] <= floor + CHUNK_BYTES / RATE + 1e-6
     assert worst["concurrent"] <= floor + 2 * TURN_BYTES / RATE + 1e-6
     assert worst["serial"] > floor + 0.9 * PROMPT_TOKENS * TOKEN_BYTES / RATE

@@ -11,7 +11,7 @@ from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 
 PATIENCE = 30
 """Decisions for which a less urgent message waits at most: N of Algorithm 1."""
-LEAST_BYTES = 16_384
+MIN_BYTES = 16_384
 """Smallest chunk in bytes: smaller ones cost more in headers and calls than they save in time."""
 
 
@@ -89,18 +89,18 @@ class DecodeFirstPolicy(ABC):
         )
 
 
-def clamp_chunk(budget_bytes: float, least_bytes: int, remaining_bytes: int) -> int:
-    """Clamp a number of bytes to a chunk size between `least_bytes` and `remaining_bytes`.
+def clamp_chunk(budget_bytes: float, min_bytes: int, remaining_bytes: int) -> int:
+    """Clamp a number of bytes to a chunk size between `min_bytes` and `remaining_bytes`.
 
     Args:
         budget_bytes: bytes that the link can send in time; may be negative, infinite or NaN, which
             counts as 0.
-        least_bytes: smallest chunk.
+        min_bytes: smallest chunk.
         remaining_bytes: unsent bytes of the message, which may be fewer than the smallest chunk.
     """
     if budget_bytes >= remaining_bytes:
         return remaining_bytes
-    chunk_bytes = int(budget_bytes) if budget_bytes > least_bytes else least_bytes
+    chunk_bytes = int(budget_bytes) if budget_bytes > min_bytes else min_bytes
     return min(chunk_bytes, remaining_bytes)
 
 
@@ -121,7 +121,7 @@ def _oldest_of_each_class(
     return decode, prefill, kv_cache
 
 
-MOST_BYTES = 262_144
+MAX_BYTES = 262_144
 """Largest chunk in bytes: a decode that comes earlier than predicted waits 21 ms for it at
 100 Mbit/s. Larger ones would save nothing, because chunks follow each other without a gap."""
 FLUSH_FACTOR = 4
@@ -131,40 +131,40 @@ FLUSH_FACTOR = 4
 class MolinkPolicy(DecodeFirstPolicy):
     """Link policy `molink`: decodes first; prefill chunks fill the time until the next decode.
 
-    A chunk has `least_bytes` to `most_bytes`. A prefill that has waited `patience` times sends
-    FLUSH_FACTOR x `least_bytes`; Algorithm 1 as printed sends the whole rest, which would block
+    A chunk has `min_bytes` to `max_bytes`. A prefill that has waited `patience` times sends
+    FLUSH_FACTOR x `min_bytes`; Algorithm 1 as printed sends the whole rest, which would block
     decodes for 2.3 s (2,048 tokens of 14,336 bytes at 100 Mbit/s).
 
     Raises:
-        ValueError: an argument is less than 1, or `most_bytes` less than `least_bytes`.
+        ValueError: an argument is less than 1, or `max_bytes` less than `min_bytes`.
     """
 
     def __init__(
         self,
-        least_bytes: int = LEAST_BYTES,
-        most_bytes: int = MOST_BYTES,
+        min_bytes: int = MIN_BYTES,
+        max_bytes: int = MAX_BYTES,
         patience: int = PATIENCE,
     ) -> None:
         super().__init__(patience)
-        if not 1 <= least_bytes <= most_bytes:
+        if not 1 <= min_bytes <= max_bytes:
             raise ValueError(
-                f"least_bytes is {least_bytes} and most_bytes {most_bytes}: "
-                "give 1 <= least_bytes <= most_bytes"
+                f"min_bytes is {min_bytes} and max_bytes {max_bytes}: "
+                "give 1 <= min_bytes <= max_bytes"
             )
-        self._least_bytes = least_bytes
-        self._most_bytes = most_bytes
+        self._min_bytes = min_bytes
+        self._max_bytes = max_bytes
 
     def chunk_bytes(self, remaining_bytes: int, view: LinkView) -> int:
         """Return the bytes that the link can send until the next decode is ready, within limits.
 
         If no decode is expected, this is the largest chunk.
         """
-        limit_bytes = min(remaining_bytes, self._most_bytes)
+        limit_bytes = min(remaining_bytes, self._max_bytes)
         if view.slack_seconds is None:
             return limit_bytes
         budget_bytes = view.bytes_per_second * view.slack_seconds
-        return clamp_chunk(budget_bytes, self._least_bytes, limit_bytes)
+        return clamp_chunk(budget_bytes, self._min_bytes, limit_bytes)
 
     def forced_bytes(self, remaining_bytes: int) -> int:
-        """Return FLUSH_FACTOR x `least_bytes`, or all of a smaller message."""
-        return min(FLUSH_FACTOR * self._least_bytes, remaining_bytes)
+        """Return FLUSH_FACTOR x `min_bytes`, or all of a smaller message."""
+        return min(FLUSH_FACTOR * self._min_bytes, remaining_bytes)

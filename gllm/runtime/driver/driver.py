@@ -127,7 +127,7 @@ def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PipelineSeco
         LinkSeconds(
             link.round_trip_seconds / 2,
             seconds_per_token(link.bytes_per_second),
-            seconds_per_token(link.least_bytes_per_second),
+            seconds_per_token(link.min_bytes_per_second),
         )
         for link in message.links
     ]

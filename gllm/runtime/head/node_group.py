@@ -199,13 +199,13 @@ def collect_link_times(
         # A rate is known once messages have filled the link; before that it limits nothing.
         before = times[edge.source]
         rates = [rate for rate in (sent[0].bytes_per_second, before.bytes_per_second) if rate]
-        least_rates = [sent[0].least_bytes_per_second or 0.0]
-        if before.least_bytes_per_second is not None:
-            least_rates.append(before.least_bytes_per_second)
+        min_rates = [sent[0].min_bytes_per_second or 0.0]
+        if before.min_bytes_per_second is not None:
+            min_rates.append(before.min_bytes_per_second)
         times[edge.source] = LinkTime(
             min(rates, default=None),
             max(sent[0].round_trip_seconds, before.round_trip_seconds),
-            min(least_rates),
+            min(min_rates),
         )
     driver_round_trips = []
     for node, way in zip(nodes, ways, strict=True):
@@ -226,7 +226,7 @@ def _differ(new: LinkTimes, old: LinkTimes) -> bool:
 
 def _flatten(times: LinkTimes) -> list[float]:
     rates = [link.bytes_per_second or 0.0 for link in times.links]
-    rates += [link.least_bytes_per_second or 0.0 for link in times.links]
+    rates += [link.min_bytes_per_second or 0.0 for link in times.links]
     return [*rates, *(link.round_trip_seconds for link in times.links), *times.driver_round_trips]
 
 

@@ -241,13 +241,13 @@ class SendingEnd(EdgeEnd):
     def state(self) -> LinkState:
         """State of the connection for status pages, with measurements of the sending direction."""
         estimator = self._monitor.estimator
-        rate, least_rate = estimator.bytes_per_second, estimator.least_bytes_per_second
+        rate, min_rate = estimator.bytes_per_second, estimator.min_bytes_per_second
         round_trip = estimator.round_trip_seconds
         return msgspec.structs.replace(
             super().state,
             policy=self._settings.policy,
             bytes_per_second=None if rate is None else float(f"{rate:.3g}"),
-            least_bytes_per_second=None if least_rate is None else float(f"{least_rate:.3g}"),
+            min_bytes_per_second=None if min_rate is None else float(f"{min_rate:.3g}"),
             round_trip_seconds=None if round_trip is None else round(round_trip, 4),
             loss_rate=round(estimator.loss_rate, 4),
             num_queued_bytes=self._queue.num_bytes,

@@ -33,7 +33,7 @@ def link(
         is_open,
         0,
         bytes_per_second=rate,
-        least_bytes_per_second=least or rate,
+        min_bytes_per_second=least or rate,
         round_trip_seconds=round_trip,
     )
 
