@@ -218,7 +218,8 @@ AGENT_PROCESS = """
 import asyncio, signal, sys
 from pathlib import Path
 from gllm.messages.nodes import NodeFacts
-from gllm.runtime.node.agent import Agent, AgentConfig
+from gllm.runtime.node.agent import Agent
+from gllm.runtime.node.head_session import AgentConfig
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import LocalNode
 

@@ -30,7 +30,8 @@ from gllm.runtime.head.assignment import NodeAssignment, encode_node_assignment
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.security import Authenticator, SecretFile
-from gllm.runtime.node.agent import Agent, AgentConfig, FindModel
+from gllm.runtime.node.agent import Agent
+from gllm.runtime.node.head_session import AgentConfig, FindModel
 from gllm.transport.edge import Edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from tests.support.nodes.scripted_node import ScriptedNode

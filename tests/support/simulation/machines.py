@@ -7,7 +7,8 @@ from typing import Any
 
 from gllm import __version__
 from gllm.messages.nodes import NodeFacts
-from gllm.runtime.node.agent import Agent, AgentConfig
+from gllm.runtime.node.agent import Agent
+from gllm.runtime.node.head_session import AgentConfig
 from tests.support.simulation.head import HEAD
 from tests.support.simulation.links import LINK_WORLD, SimulatedLinks
 from tests.support.simulation.network import Context

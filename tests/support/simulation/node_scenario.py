@@ -19,7 +19,7 @@ from gllm.runtime.driver import driver_relay
 from gllm.runtime.head import cluster_head, node_hub
 from gllm.runtime.head.cluster_head import ClusterHead
 from gllm.runtime.head.supervisor import EngineError
-from gllm.runtime.node import agent, agent_workers, head_session
+from gllm.runtime.node import agent_workers, head_session, membership
 from tests.support.simulation.head import HEAD, HubAddress, Part, patched_runtime
 from tests.support.simulation.links import LINK_WORLD, SimulatedLinks
 from tests.support.simulation.machines import HEAD_ADDRESS, Machine
@@ -240,7 +240,10 @@ class NodeScenario(Scenario):
         parts: list[Part] = [
             *((module, "Hub", Hub) for module in (node_hub, agent_workers, driver_relay)),
             *((module, "Spoke", Spoke) for module in (head_session, driver_relay)),
-            *((module, "create_context", lambda owner: HEAD.get()) for module in (agent, node_hub)),
+            *(
+                (module, "create_context", lambda owner: HEAD.get())
+                for module in (membership, node_hub)
+            ),
             (agent_workers, "HeadSocket", HubAddress),
             (cluster_head, "MachineMonitor", lambda: monitor),
             (cluster_head, "read_facts", lambda *_: facts),
