@@ -1,16 +1,15 @@
 """`gllm drain`: the command against a scripted server."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from gllm.__main__ import main
 from gllm.commands import drain
+from tests.support.http.handler_server import QuietHandler, serving_handler
 
 Answer = tuple[int, Any]
 
@@ -20,7 +19,7 @@ def scripted(posts: list[Answer], gets: list[Answer]) -> Iterator[tuple[str, lis
     """Serve answers in order, the last ones again and again; yield the URL and the paths."""
     paths: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             self._answer(posts)
 
@@ -34,18 +33,8 @@ def scripted(posts: list[Answer], gets: list[Answer]) -> Iterator[tuple[str, lis
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", paths
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_handler(Handler) as url:
+        yield url, paths
 
 
 @pytest.fixture(autouse=True)

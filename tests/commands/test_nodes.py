@@ -1,16 +1,15 @@
 """`gllm nodes`: the table of an engine's machines."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from gllm.__main__ import main
 from gllm.commands.nodes import render_links, render_table
+from tests.support.http.handler_server import QuietHandler, serving_handler
 
 NODE: dict[str, Any] = {
     "name": "head",
@@ -53,25 +52,15 @@ LOST: dict[str, Any] = {
 def answering(status: int, body: bytes) -> Iterator[str]:
     """Serve one answer, and keep the last key in the answers' headers."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             good = self.path == "/nodes" and self.headers["Authorization"] in (None, "Bearer k")
             self.send_response(status if good else 400)
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_handler(Handler) as url:
+        yield url
 
 
 def test_table():

@@ -4,10 +4,8 @@ import asyncio
 import json
 import logging
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from gllm.deploy.server_client import (
     read_events,
 )
 from gllm.plan.emit import compose
+from tests.support.http.handler_server import QuietHandler, serving_handler
 from tests.support.network.certificates import make_certificate
 
 Answers = list[tuple[int, bytes]]
@@ -40,7 +39,7 @@ def serving(
     """Serve answers in order, the last one again and again; yield the URL and the requests."""
     requests: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self._answer()
 
@@ -56,27 +55,15 @@ def serving(
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    scheme = "http"
+    context = None
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
         if authorities is not None:
             context.load_verify_locations(cafile=authorities)
             context.verify_mode = ssl.CERT_REQUIRED
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        scheme = "https"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"{scheme}://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_handler(Handler, context) as url:
+        yield url, requests
 
 
 def test_requests_have_the_key_and_their_body() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gllm.commands.bench.command import main
+from tests.support.exit_status import exit_status
 from tests.support.servers.pool import TINY_TWO_STAGES, share
 from tests.support.servers.server import DEADLINE, Server, wait_until
 
@@ -180,11 +181,7 @@ def test_latency(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_what_cannot_be_is_refused(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = main(flags)
-    except SystemExit as end:  # argparse's own way out
-        status = int(end.code or 0)
-    assert status == 2
+    assert exit_status(main, flags) == 2
     assert words in capsys.readouterr().err
 
 

@@ -2,12 +2,15 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from gllm.kernels.native.builds import select_build
 from gllm.kernels.threads import set_num_threads
+from tests.support.models.kernel_builds import using_build
 from tests.support.models.tiny_models import save
 
 
@@ -27,3 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = [name for name in tensors if re.match(r"model\.layers\.[1-9]", name)]
     save_file({name: tensors[name] for name in tensors.keys() - others}, file)
     return made
+
+
+@pytest.fixture(scope="module")
+def compiled_kernels() -> Iterator[None]:
+    """The selected build for every operation, whatever is measured to be faster."""
+    build = select_build()
+    if build.path is None:
+        pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
+    with using_build(build.name):
+        yield

@@ -4,7 +4,6 @@ Tokens and log-probabilities are compared bit by bit with those of an undisturbe
 """
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import StructuredOutput
-from gllm.kernels.native.builds import select_build
 from gllm.messages.sampling import SequenceSamplingParams
 from tests.support.engines.epochs import (
     CHUNKED,
@@ -24,8 +22,9 @@ from tests.support.engines.epochs import (
     stages_on_cpu,
     tensor_tokens,
 )
-from tests.support.models.kernel_builds import using_build
 from tests.support.text.grammar_writing import FOLDER, TOKENIZER, compiled_grammar
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 PROMPT = TOKENIZER.encode("Once upon a time there was a small engine that never", False)
 EOS_IDS = [0, 2]
@@ -42,16 +41,6 @@ PERSON = StructuredOutput(
         "additionalProperties": False,
     }
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_kernels() -> Iterator[None]:
-    """The selected build for every operation, whatever is measured to be faster."""
-    build = select_build()
-    if build.path is None:
-        pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
-    with using_build(build.name):
-        yield
 
 
 @cache

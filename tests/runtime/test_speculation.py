@@ -1,13 +1,12 @@
 """Stages that verify guesses compute the same outputs, bit by bit, and after a death as well."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from random import Random
 
 import pytest
 
-from gllm.kernels.native.builds import select_build
 from gllm.runtime.worker.batch import Batch
 from gllm.scheduler.plan import StepPlan
 from tests.runtime.test_resume import CHOICES, PROMPT, REQUESTS, greedy, stages_of
@@ -18,18 +17,9 @@ from tests.support.engines.epochs import (
     run_undisturbed,
     stages_on_cpu,
 )
-from tests.support.models.kernel_builds import using_build
 from tests.support.text.grammar_writing import FOLDER
 
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_kernels() -> Iterator[None]:
-    """The selected build for every operation, whatever is measured to be faster."""
-    build = select_build()
-    if build.path is None:
-        pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
-    with using_build(build.name):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
 class KnowingDrafter:

@@ -4,7 +4,7 @@ A draft model that is the served model itself guesses every token, as long as it
 are right: after chunks, wrong guesses of others, prefix hits, preemptions and forks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from gllm.config.engine import EngineConfig
-from gllm.kernels.native.builds import select_build
 from gllm.models.config import read_config
 from gllm.models.draft import DraftModel
 from gllm.models.errors import ModelError
@@ -33,26 +32,17 @@ from tests.support.engines.epochs import (
     tensor_tokens,
 )
 from tests.support.engines.scheduled_stages import ScheduledStages
-from tests.support.models.kernel_builds import using_build
 from tests.support.models.prediction_heads import HEADS, HeadReference, save_with_head
 from tests.support.models.tiny_models import save
 from tests.support.text.grammar_writing import FOLDER
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 ITSELF = {"method": "draft_model", "model": str(FOLDER), "num_speculative_tokens": 3}
 """The served model drafts for itself."""
 STAGES = [1, pytest.param(2, marks=pytest.mark.full)]
 QUICK = ("seed", "all penalties")
 KINDS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in REQUESTS]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_kernels() -> Iterator[None]:
-    """The selected build for every operation, whatever is measured to be faster."""
-    build = select_build()
-    if build.path is None:
-        pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
-    with using_build(build.name):
-        yield
 
 
 @cache

@@ -1,8 +1,5 @@
 """Simulated clusters: each request is served once, also where engines fail, drain or start."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,6 +49,7 @@ from gllm.sim.replay import replay_calls
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from gllm.sim.workloads.sessions import PromptPart
 from tests.support.examples import num_examples
+from tests.support.other_hashes import run_with_other_hashes
 from tests.support.sim.cluster_parts import (
     CountingRouter,
     FirstEngineRouter,
@@ -609,14 +607,7 @@ def test_run_does_not_depend_on_the_hashes_of_a_process() -> None:
         "import sys; from tests.sim.test_cluster import encode_logs;"
         "sys.stdout.buffer.write(encode_logs(3))"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        check=True,
-    )
-    assert other.stdout == encode_logs(3)
+    assert run_with_other_hashes(code) == encode_logs(3)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -21,6 +21,7 @@ from gllm.sim.metrics.delays import RunLoad
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload
+from tests.support.exit_status import exit_status
 from tests.support.full_cases import full_but
 from tests.support.sim.requests import to_scheduler_requests
 
@@ -355,12 +356,7 @@ def test_schedulers_and_routers_read_predicted_lengths(
 def test_bad_flags_are_told_with_the_fix(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status: str | int | None
-    try:
-        status = main([*SMALL, *flags])
-    except SystemExit as end:  # argparse's own way out
-        status = end.code
-    assert status == 2
+    assert exit_status(main, [*SMALL, *flags]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -1,11 +1,7 @@
 """Event loop: order of events, lazy streams, garbage collection; runs of one seed are equal."""
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,6 +13,7 @@ from gllm.sim.event_loop import CHECK_EVENTS, EventLoop
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but
+from tests.support.other_hashes import run_with_other_hashes
 from tests.support.scheduler.pipeline import EVERY_POLICY
 from tests.support.sim.requests import to_scheduler_requests
 
@@ -136,14 +133,7 @@ def test_another_process_with_other_hashes_gives_the_same_bytes() -> None:
         "import sys; from tests.sim.test_event_loop import encode_log;"
         "sys.stdout.buffer.write(encode_log(3))"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        check=True,
-    )
-    assert other.stdout == encode_log(3)
+    assert run_with_other_hashes(code) == encode_log(3)
 
 
 class CutOffError(Exception):

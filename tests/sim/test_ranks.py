@@ -28,6 +28,7 @@ from gllm.sim.hardware.shapes import MODELS, ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload
+from tests.support.exit_status import exit_status
 from tests.support.sim.requests import to_scheduler_requests
 
 PEAK = DeviceEfficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -243,10 +244,5 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_invalid_flags_are_refused(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status: str | int | None
-    try:
-        status = main([*SMALL, *flags])
-    except SystemExit as end:  # argparse's own way out
-        status = end.code
-    assert status == 2
+    assert exit_status(main, [*SMALL, *flags]) == 2
     assert words in capsys.readouterr().err

@@ -27,6 +27,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.costs.operator_tables import OperatorTables
+from tests.support.exit_status import exit_status
 
 SMALL = OperatorPoints(max_tokens=128, max_batch=8, stride=8, repeats=1)
 
@@ -153,12 +154,7 @@ def test_the_commands(
 def test_bad_flags_are_refused_before_anything_is_measured(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status: str | int | None
-    try:
-        status = profile(["demo", *flags])
-    except SystemExit as end:  # argparse's own way out
-        status = end.code
-    assert status == 2
+    assert exit_status(profile, ["demo", *flags]) == 2
     assert words in capsys.readouterr().err
 
 

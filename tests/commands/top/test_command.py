@@ -17,6 +17,7 @@ import pytest
 
 from gllm.commands.top.command import ServerView, main
 from gllm.deploy.server_client import ServerClient, ServerError
+from tests.support.exit_status import exit_status
 from tests.support.full_cases import full_but
 
 SECONDS = 60.0
@@ -112,12 +113,7 @@ def test_once_without_a_server() -> None:
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return what the command says to arguments that cannot be."""
-    status: str | int | None
-    try:
-        status = main(arguments)
-    except SystemExit as end:  # argparse's own way out
-        status = end.code
-    assert status == 2
+    assert exit_status(main, arguments) == 2
     return capsys.readouterr().err
 
 

@@ -1,7 +1,6 @@
 """A whole engine with two lanes: every request gets what it gets with one lane."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,18 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.kernels.native.builds import select_build
 from gllm.observability.step_log import CommitEvent, ScheduleEvent, read_step_log
 from gllm.options.field_types import FieldError
 from gllm.sim.replay import replay_calls
 from tests.runtime.head.test_engine_deaths import ChoiceResult, Readers
 from tests.support.engines.local_workers import LocalWorkers, local_engine
-from tests.support.models.kernel_builds import using_build
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 PROMPTS = [
     [3 + seq * 7 + position * 11 % 90 for position in range(10 + 17 * seq)] for seq in range(8)
 ]
 OPTIONS: dict[str, Any] = {"max_prefill_tokens": 24, "min_prefill_tokens": 8}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_kernels() -> Iterator[None]:
-    """The selected build for every operation, whatever is measured to be faster."""
-    build = select_build()
-    if build.path is None:
-        pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
-    with using_build(build.name):
-        yield
 
 
 async def greedy_tokens(engine: Engine, prompt: list[int]) -> list[int]:
