@@ -290,14 +290,14 @@ def is_trusted(
 
 
 def list_rows(
-    tables: Sequence[str], every: Sequence["TuningCase"]
+    tables: Sequence[str], cases: Sequence["TuningCase"]
 ) -> Iterator[tuple[str, TileRow, list["TuningCase"]]]:
     """Yield each row of default.json with its table and the workloads that time it."""
     for table in tables:
         for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]:
             own = [
                 one
-                for one in every
+                for one in cases
                 if one.table == table and tiles.find_default_row(table, one.sizes) == row
             ]
             yield table, row, own
@@ -382,7 +382,7 @@ def tune(
     command: str,
     bench: BenchmarkFunction,
     is_trusted: TrustFunction,
-    every: Sequence["TuningCase"] | None = None,
+    cases: Sequence["TuningCase"] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> int:
     """Tune tables row by row and write each row to the GPU's file as soon as it is done.
@@ -396,16 +396,16 @@ def tune(
         command: The command, which the file records.
         bench: Times a workload.
         is_trusted: Returns True for tile sizes whose kernels compile without problems.
-        every: Tuning cases that time the rows, by default all.
+        cases: Tuning cases that time the rows, by default all.
         now: Clock, in seconds.
 
     Returns:
         Exit status: 1 if the current tile sizes of a row give wrong results, else 0.
     """
-    if every is None:
+    if cases is None:
         from gllm.kernels.triton.workloads import list_tuning_cases
 
-        every = list_tuning_cases()
+        cases = list_tuning_cases()
     stop = now() + 60 * options.minutes
     path = options.output / f"{tiles.tile_file_name(gpu.name)}.journal"
     journal = TuneJournal(
@@ -414,7 +414,7 @@ def tune(
     if len(journal):
         print(f"{len(journal)} times are in {path}")
     wrong, left = False, 0
-    for table, row, own in list_rows(options.tables or [*CANDIDATE_VALUES], every):
+    for table, row, own in list_rows(options.tables or [*CANDIDATE_VALUES], cases):
         if now() > stop:
             left += 1
             continue

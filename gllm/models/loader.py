@@ -323,8 +323,8 @@ class Checkpoint:
     ) -> Sequence[Weight]:
         """Return weights, quantized as in the checkpoint if all are and the kernels support it."""
         pairs = list(zip(names, shapes, strict=True))
-        if self.device.type in DEVICES and all(self._is_packed(name) for name in names):
-            weights = [part for pair in pairs for part in self._read_packed(*pair)]
+        if self.device.type in DEVICES and all(self._is_grouped(name) for name in names):
+            weights = [part for pair in pairs for part in self._read_grouped(*pair)]
         elif self._keep_quantized and all(self._is_quantized(name) for name in names):
             weights = self._read_all(names, shapes, None)
         else:
@@ -408,18 +408,18 @@ class Checkpoint:
             for name, shape in pairs
         ]
 
-    def _is_packed(self, name: str) -> bool:
+    def _is_grouped(self, name: str) -> bool:
         """Return whether a tensor is stored in few bits, as kernels multiply by it."""
         home = self._homes.get(name)
-        return isinstance(home, GgufStoredTensor) and home.is_packed
+        return isinstance(home, GgufStoredTensor) and home.is_grouped
 
-    def _read_packed(self, name: str, shape: tuple[int, ...]) -> Sequence[Weight]:
+    def _read_grouped(self, name: str, shape: tuple[int, ...]) -> Sequence[Weight]:
         """Return this rank's shard of a tensor stored in few bits, as weights along its outputs."""
         shards = self._shards.get(name, ())
         self._check_shape(name, self._whole_shape(name, shape, shards))
         home = self._homes[name]
         assert isinstance(home, GgufStoredTensor), "the tensor is packed"
-        packed = home.read_packed(shards, self.dtype)
+        packed = home.read_grouped(shards, self.dtype)
         weights = [replace(weight, device=self.device) for weight in packed]
         self._mark_read(name, sum(weight.nbytes for weight in weights))
         return weights

@@ -69,7 +69,7 @@ def root_hash(cache_salt: str, secret: bytes = b"") -> bytes:
 
 
 class BlockListener:
-    """Base class of objects that are told which blocks enter and leave the prefix cache.
+    """Base class of objects that are notified which blocks enter and leave the prefix cache.
 
     A block is removed before any step that writes to it is returned by the scheduler.
     """
@@ -133,7 +133,7 @@ class BlockPool:
         self._evictable = LruEviction() if eviction is None else eviction
         self._states = states
         self.listeners: list[BlockListener] = []
-        """Are told which blocks enter and leave the prefix cache."""
+        """Objects that are notified which blocks enter and leave the prefix cache."""
         self._tails: set[int] = set()
         """Blocks without a hash whose first slots have one, for the recovery from a death."""
         self._adopted_tails: dict[bytes, int] = {}

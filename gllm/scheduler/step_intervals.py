@@ -79,7 +79,7 @@ class StepIntervalCollector:
         self._stages = stages
         self._pending: dict[int, _PendingStep] = {}
         self._committed: deque[int] = deque()
-        """Steps that have been committed since the driver told the time."""
+        """Steps that have been committed since the last `on_time`."""
         self._last_ends = [0.0] * stages
 
     @property

@@ -123,8 +123,8 @@ class GgufStoredTensor:
         return self.parts[0].tensor.type.name
 
     @property
-    def is_packed(self) -> bool:
-        """True if `read_packed` returns weights of few bits."""
+    def is_grouped(self) -> bool:
+        """True if `read_grouped` returns weights of few bits."""
         return not self.is_transposed and all(part.kind is not None for part in self.parts)
 
     @property
@@ -145,7 +145,7 @@ class GgufStoredTensor:
             return numbers.t().contiguous()
         return numbers if len(self.shape) == 2 else numbers.view(-1, *self.shape[1:])
 
-    def read_packed(self, shards: TensorShards, dtype: torch.dtype) -> list[GroupedWeight]:
+    def read_grouped(self, shards: TensorShards, dtype: torch.dtype) -> list[GroupedWeight]:
         """Return the tensor, or the shards of its dimensions, as weights that are unpacked later.
 
         Args:
@@ -223,7 +223,7 @@ class GgufLatentTensor(GgufStoredTensor):
     num_heads: int = 1
 
     @property
-    def is_packed(self) -> bool:
+    def is_grouped(self) -> bool:
         """False: keys are stored by their inputs."""
         return False
 

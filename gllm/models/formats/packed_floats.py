@@ -54,7 +54,7 @@ class StoredNvfp4(StoredFormat):
         return grouped_weight(layer, layout, unpack, check_scales(scales / 2))
 
     def scale_floats(self, layer: StoredLinear, scales: Tensor) -> Tensor:
-        """Return the scales as floats that lose nothing."""
+        """Return the scales as float32, which represents them exactly."""
         if layer.has("input_global_scale"):  # of activations, which get dynamic scales
             layer.read("input_global_scale", (1,))
         divisor = layer.read("weight_global_scale", (1,)).float()
@@ -69,7 +69,7 @@ class StoredMxfp4(StoredNvfp4):
     """MXFP4: a power of two per 32 inputs, as an exponent of 8 bits."""
 
     def scale_floats(self, layer: StoredLinear, scales: Tensor) -> Tensor:
-        """Return the scales as floats that lose nothing."""
+        """Return the scales as float32, which represents them exactly."""
         if scales.dtype != torch.uint8:
             raise ValueError(f"has scales of type {scales.dtype}, not uint8")
         exponents = scales.int() - EXPONENT_BIAS

@@ -134,7 +134,7 @@ class EngineClient(RequestClient):
             self._submit_parked()
 
     def detach(self, cause: str) -> None:
-        """Stop to submit requests, because the driver has ended; a warm-up fails with the cause.
+        """Stop submitting requests, because the driver has ended; a warm-up fails with the cause.
 
         Running requests wait for the next driver.
         """

@@ -192,7 +192,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def short_hash(digest: bytes) -> int:
-    """Return the last 64 bits of a block hash, because some subscribers read no longer integers."""
+    """Return the last 64 bits of a block hash: some subscribers cannot read longer integers."""
     return int.from_bytes(digest[-8:], "big")
 
 

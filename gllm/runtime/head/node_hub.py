@@ -64,7 +64,7 @@ LEAVE_SECONDS = 2.0
 MAX_SOCKETS = 8192
 """Most sockets of ZeroMQ; each session has three."""
 _EXTRA_GUESTS = 8
-"""Sessions beyond the nodes, so that a node that is too many is told so."""
+"""Sessions beyond the nodes, so that a node beyond the limit receives a refusal."""
 
 
 class AgentSession:

@@ -160,7 +160,7 @@ class Hub(BusSocket):
             self._expected.setdefault(sender, [])
 
     def forget(self, sender: int) -> None:
-        """End the session of a peer, or stop to expect it.
+        """End the session of a peer, or no longer expect it.
 
         The connection of a peer that was not expected by its number stays open until its queued
         messages had time to leave.

@@ -313,7 +313,7 @@ class Dialer:
         return self._task is None or self._task.done()
 
     async def stop(self) -> None:
-        """Stop to dial; an open session continues."""
+        """Stop dialing; an open session continues."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -519,7 +519,7 @@ class ConnectionPool:
             close(cause, is_refused)
 
     def _lose(self, connection: PeerConnection, cause: str) -> None:
-        """End a session and tell the handler."""
+        """End a session and notify the handler."""
         if connection in self._closers:
             self.close(connection, cause)
             self._handler.on_lost(connection, cause)

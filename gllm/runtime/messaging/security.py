@@ -383,7 +383,7 @@ class Authenticator:
         self._timer = self._loop.call_later(self._reload_seconds, self._reload)
 
     def close(self) -> None:
-        """Stop to answer; later connections are refused."""
+        """Stop answering; later connections are refused."""
         if self._loop is not None and self._timer is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._socket.fileno())

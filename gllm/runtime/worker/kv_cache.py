@@ -38,7 +38,7 @@ def state_bytes(layers: Sequence[LayerSpec]) -> int:
 
 
 class KVCache:
-    """Key and value tensors of each layer of a stage, in blocks; of a recurrent layer its states.
+    """KV cache of a stage in blocks: keys and values of each layer, states of recurrent layers.
 
     One block more than usable exists: the last one stays zero. On the CPU, memory is taken only
     when it is first written.
@@ -69,10 +69,10 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: list[tuple[Tensor, ...]] = []
-        """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements], of int8
-        with a scale behind the elements (`int8_cache.py`), and index keys behind them if the layer
-        has an indexer; of a recurrent layer the parts of its
-        state, [num_state_slots, *shape] float32, behind keys and values if it has both."""
+        """Tensors of each layer. Keys and values: [num_blocks + 1, block_size, kv_heads, elements],
+        of int8 with a scale after the elements (`int8_cache.py`). Index keys follow if the layer
+        has an indexer. A recurrent layer has the parts of its state, [num_state_slots, *shape]
+        float32, after keys and values if it has both."""
         extra = _scale_bytes(dtype)
         for layer in layers:
             entry = layer.attention.state_entry

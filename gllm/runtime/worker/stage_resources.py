@@ -423,7 +423,7 @@ class StageResources:
         on_copied(KvBlocksCopied(command.number))
 
     def cancel(self) -> None:
-        """Stop to open, allocate and report; `free` follows."""
+        """Cancel a start: it opens, allocates and reports nothing more; call `free` next."""
         self._is_cancelled = True
 
     def free(self) -> None:

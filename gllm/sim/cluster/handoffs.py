@@ -106,7 +106,7 @@ class KvTransfers:
                 self._report_lost(transfer, now)
 
     def on_engine_dead(self, engine: str) -> None:
-        """Stop the transfers from and to an engine that has crashed; they are reported later."""
+        """Stop the transfers of a crashed engine; `on_engine_death_detected` reports them."""
         for number, transfer in list(self._under_way.items()):
             if engine in (transfer.source, transfer.target):
                 del self._under_way[number]

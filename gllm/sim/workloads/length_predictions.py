@@ -22,7 +22,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
 
 LONGEST_OUTPUT = 2048
-"""Longest output in tokens that a noisy prediction names, if the workload has no longer one."""
+"""Longest output in tokens that a noisy prediction names, unless the workload has a longer one."""
 PAPER_ACCURACY = 0.749
 """Accuracy of the paper's classifier (fine-tuned OPT-125M)."""
 BIN_TOKENS = 200

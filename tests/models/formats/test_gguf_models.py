@@ -126,7 +126,7 @@ def test_projections_by_kv_head_stay_packed(tmp_path, family, monkeypatch):
     assert isinstance(attention.qkv_proj.matrix, GroupedMatrix)
     packed = compute_logits(folder)
     # As floats, the same weights: activations alone have 8 bits in one of the two.
-    monkeypatch.setattr(Checkpoint, "_is_packed", lambda self, name: False)
+    monkeypatch.setattr(Checkpoint, "_is_grouped", lambda self, name: False)
     floats = compute_logits(folder)
     assert float((packed - floats).abs().max()) < 0.1 * float(floats.abs().max())
 

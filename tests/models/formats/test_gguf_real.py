@@ -62,7 +62,7 @@ def test_packed_weights_compute_as_their_floats_do(folder, monkeypatch):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode("def fibonacci(n):", add_special_tokens=False).ids
     tokens, packed = continue_text(RankedModel(folder, (1,), 1), 0, ids)
-    monkeypatch.setattr(Checkpoint, "_is_packed", lambda self, name: False)
+    monkeypatch.setattr(Checkpoint, "_is_grouped", lambda self, name: False)
     expected, floats = continue_text(RankedModel(folder, (1,), 1), 0, ids)
     assert tokens == expected
     best = floats.topk(NUM_COMPARED).indices

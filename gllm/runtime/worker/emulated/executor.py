@@ -265,7 +265,11 @@ class EmulatedExecutor(Executor):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """Return the chosen token of each sampling row, sampled where fields of a request ask."""
+        """Return the token of each sampling row and details of some of them.
+
+        A plain row gets the next token of its made-up text. Others, such as with a grammar or
+        penalties, are sampled from logits that prefer it.
+        """
         assert self._output is not None, "this stage samples"
         sampling, texts = batch.sampling, _step_of(batch).texts
         rows = zip(texts, sampling.output_indices, strict=True)
