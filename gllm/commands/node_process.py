@@ -38,7 +38,7 @@ from gllm.runtime.messaging.security import (
 from gllm.runtime.node.agent import Agent
 from gllm.runtime.node.head_session import AgentConfig
 from gllm.runtime.node.machine import MachineMonitor, find_own_address, read_facts
-from gllm.runtime.node.membership import Membership
+from gllm.runtime.node.membership import NodeMembership
 
 log = logging.getLogger("gllm")
 
@@ -91,7 +91,7 @@ class NodeProcess:
         self._name = config.node_name or socket.gethostname()
         self._should_stop = asyncio.Event()
         self._signals = StopSignals()
-        self._agent: Membership | None = None
+        self._agent: NodeMembership | None = None
         setproctitle.setproctitle(TITLE)
         self._node = LocalNode(place.num_workers if place else 0, node_name=self._name)
 
@@ -174,7 +174,7 @@ class NodeProcess:
         own = ("device", "threads", "gpu_memory_utilization")
         return json.dumps({name: getattr(self._config, name) for name in own}).encode()
 
-    async def _run_served(self, agent: Membership) -> int:
+    async def _run_served(self, agent: NodeMembership) -> int:
         """Run an agent and the HTTP server of its probes; return the exit status."""
         self._agent = agent
         runner = await start_node_server(agent.status, self._config.host, self._config.port)

@@ -11,10 +11,10 @@ from gllm.messages.codec import AnyMessage, decode_for_service_node
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, NodeLoad, WelcomeNode
 from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
 from gllm.runtime.node.head_session import AgentConfig, NodeReading
-from gllm.runtime.node.membership import Membership
+from gllm.runtime.node.membership import NodeMembership
 
 
-class ClusterMember(Membership):
+class ClusterMember(NodeMembership):
     """Membership of this machine in a cluster: runs processes of engines for the master."""
 
     _group = "cluster"

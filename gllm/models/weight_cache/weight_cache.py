@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.5
 """Share of the file system that the files may take without a configured limit."""
-CODE_ROOMS = ("kernels", "models")
+CODE_PACKAGES = ("kernels", "models")
 """Packages whose code decides how weights are packed and read."""
 P = TypeVar("P")
 
@@ -57,26 +57,26 @@ class WeightCache:
 
     def __init__(
         self,
-        place: SizedFolder,
+        location: SizedFolder,
         model_folder: Path,
-        facts: Mapping[str, object],
+        settings: Mapping[str, object],
         describe: Callable[[int], object],
         ranks: Ranks,
     ) -> None:
         """Open the folder, creating it if necessary, and remove files that nothing can use.
 
         Args:
-            place: folder and largest size, by default half of its file system.
+            location: folder and largest size, by default half of its file system.
             model_folder: files of the model.
-            facts: everything but the files and `describe` that decides how weights are packed, such
-                as the dtype, by name.
+            settings: everything but the files and `describe` that decides how weights are packed,
+                such as the dtype, by name.
             describe: returns all of the model's specification that decides a part, by its index.
             ranks: ranks of the modules that `load` returns.
 
         Raises:
             ModelError: the model's files are missing or damaged.
         """
-        self._root, self._ranks, self._describe = place.folder, ranks, describe
+        self._root, self._ranks, self._describe = location.folder, ranks, describe
         self._model_folder = model_folder
         self._files_status = read_file_status(model_folder)
         self._name = PartName(
@@ -85,13 +85,13 @@ class WeightCache:
             _digest(16, [hash_model(model_folder), self._files_status]),
             "0" * 32,
         )
-        self._facts = dict(facts)
+        self._settings = dict(settings)
         self._used: set[str] = set()
         """Names of the files that were mapped or written."""
         self._num_written = 0
         self._has_warned = False
         self._can_write = True
-        self._limit_bytes = place.max_bytes
+        self._limit_bytes = location.max_bytes
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._limit_bytes is None:
@@ -181,8 +181,8 @@ class WeightCache:
     def _locate(self, index: int) -> tuple[str, Path]:
         """Return the key and the path of a part. Raises NotEncodableError."""
         described = encode_part(self._describe(index), self._ranks).tree
-        facts = {**self._facts, "build": hash_build(), "content": self._name.content}
-        key = json.dumps({**facts, "part": described})
+        settings = {**self._settings, "build": hash_build(), "content": self._name.content}
+        key = json.dumps({**settings, "part": described})
         name = PartName(self._name.version, self._name.source, self._name.content, _digest(32, key))
         return key, self._root / str(name)
 
@@ -240,7 +240,8 @@ def read_file_status(model_folder: Path) -> list[tuple[str, int, int]]:
 def hash_code() -> str:
     """Return a digest of the code that packs and reads weights, without compiled kernels."""
     root = Path(__file__).parents[2]
-    return _hash_files(sorted(path for room in CODE_ROOMS for path in (root / room).rglob("*.py")))
+    files = (path for name in CODE_PACKAGES for path in (root / name).rglob("*.py"))
+    return _hash_files(sorted(files))
 
 
 @cache

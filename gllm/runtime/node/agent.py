@@ -23,7 +23,7 @@ from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import Node
 from gllm.runtime.node.agent_workers import AgentWorkers
 from gllm.runtime.node.head_session import AgentConfig, AgentStatus, FindModel, NodeReading
-from gllm.runtime.node.membership import Membership
+from gllm.runtime.node.membership import NodeMembership
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SERVING_STATES = frozenset({"ready", "sleeping", "draining"})
 """States of an engine in which a member without a stage is a spare."""
 
 
-class Agent(Membership):
+class Agent(NodeMembership):
     """Runs workers of a multi-node engine on this machine, as commanded by the head machine.
 
     It joins the engine, reports heartbeats, and reconnects when the connection is lost.

@@ -28,7 +28,7 @@ from gllm.runtime.node.head_session import AgentConfig, AgentStatus, HeadDialer,
 log = logging.getLogger(__name__)
 
 
-class Membership(ABC):
+class NodeMembership(ABC):
     """Membership of this machine: joins, stays connected, and leaves when one side ends it.
 
     Subclasses have the processes that the machine runs as a member.
