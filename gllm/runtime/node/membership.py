@@ -47,9 +47,9 @@ class NodeMembership(ABC):
     _finished: "asyncio.Future[tuple[int, str]]"
     """Exit status and its cause."""
     _group = "engine"
-    """What the machine is a member of."""
+    """Name in logs of that which the machine joins."""
     _peer = "head"
-    """Process that accepts members."""
+    """Name in logs of the process that accepts members."""
 
     def __init__(
         self,
