@@ -248,12 +248,15 @@ class SchedulerTransfers:
         A sequence starts, in the order of the ranks, if its whole prefill fits into the free blocks
         and the admission rule permits it. It overtakes a prompt only if that one is admitted and
         still fits as well. Sequences that are read ahead follow, and prefetches; expired ones are
-        released.
+        released. Complete prefetches that are victims are freed first.
 
         Called before `Scheduler.schedule`. Each fetch of at least one token is answered with
         `finish_fetch`.
         """
         fetches: list[KvFetch] = []
+        for prefetch in list(self.started_prefetches.values()):
+            if prefetch.is_complete and prefetch.sequence.is_freeing_blocks:
+                self._remove(prefetch)
         for seq, ahead in list(self._read_ahead.items()):
             if not ahead.sequence.is_fetch_pending:
                 del self._read_ahead[seq]
@@ -367,22 +370,20 @@ class SchedulerTransfers:
         """Return the sequences whose fetch is cancelled, since the last call.
 
         Those with a fetch in flight have ended or are victims; `finish_fetch` is still due for
-        them. The others have ended or were prefilled before their fetch began. Complete prefetches
-        that are victims are freed. Negative ids are those of prefetches, and of sequences that are
-        read ahead for others that have ended, or while a decode lacks a block.
+        them. The others have ended or were prefilled before their fetch began. Negative ids are
+        those of prefetches, and of sequences that are read ahead for others that have ended, or
+        while a decode lacks a block. Nothing is freed here: a step log has no entry for the call.
         """
         seqs = [sequence.seq for sequence in self._pending if not sequence.is_fetch_pending]
         if seqs:
             self._pending = [sequence for sequence in self._pending if sequence.is_fetch_pending]
         cancelled = [seq for seq, sequence in self._fetching.items() if sequence.is_freeing_blocks]
         cancelled += self._find_useless_loads()
-        for seq, prefetch in list(self.started_prefetches.items()):
-            if not prefetch.sequence.is_freeing_blocks:
-                continue
-            if prefetch.is_complete:
-                self._remove(prefetch)
-            else:
-                cancelled.append(seq)
+        cancelled += [
+            seq
+            for seq, prefetch in self.started_prefetches.items()
+            if prefetch.sequence.is_freeing_blocks and not prefetch.is_complete
+        ]
         new = [seq for seq in cancelled if seq not in self._cancelled_seqs]
         self._cancelled_seqs.update(new)
         return seqs + new
@@ -415,6 +416,16 @@ class SchedulerTransfers:
         beside what the first waiting prompt needs and the share at which prefill pauses. What is
         evicted again before the admission is read by the sequence itself.
         """
+        candidates = [
+            sequence
+            for sequence in self._pending
+            if sequence.request.is_kv_on_disk
+            and sequence.is_fetch_pending
+            and not sequence.num_preemptions
+            and sequence.seq not in self._read_ahead
+        ]
+        if not candidates:
+            return []
         kv_cache, head = self._kv_cache, self._queues.head
         pool, size = kv_cache.block_pool, self._config.block_size
         room = int(READ_AHEAD_SHARE * pool.num_blocks)
@@ -426,11 +437,8 @@ class SchedulerTransfers:
         if head is not None and not head.is_fetch_pending and head.seq not in kv_cache.running:
             num_reserved = kv_cache.num_admission_blocks(head)
         fetches: list[KvFetch] = []
-        for sequence in self._pending:
+        for sequence in candidates:
             request = sequence.request
-            is_possible = request.is_kv_on_disk and not sequence.num_preemptions
-            if not (is_possible and sequence.is_fetch_pending) or sequence.seq in self._read_ahead:
-                continue
             shared = kv_cache.find_shareable_blocks(sequence)
             first_token = len(shared) * size
             num_left = -(-(request.kv_source_tokens - first_token) // size)

@@ -19,7 +19,7 @@ FULL = pytest.mark.full
 
 
 def check_end(pair: EnginePair) -> None:
-    """Each request has the tokens that one engine generates, and nothing is left."""
+    """Each request has the tokens that one engine generates, nothing is left, and logs replay."""
     for client_id, request in pair.requests.items():
         alone = generate(request)
         is_whole = not {"abort", "error"} & set(pair.ended[client_id])
@@ -30,6 +30,7 @@ def check_end(pair: EnginePair) -> None:
         assert (stats.unfinished, stats.in_flight, stats.fetching) == (0, 0, 0)
         assert (stats.held_blocks, stats.kv_usage) == (0, 0.0)
         assert not engine.scheduler.transfers.has_pending_fetches
+    pair.check_replays()
 
 
 def drive(pair: EnginePair, steps: int) -> None:

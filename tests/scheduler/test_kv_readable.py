@@ -10,7 +10,7 @@ from gllm.observability.step_log import KvTransferEvent, ScheduleEvent, StepLogE
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import PrefetchRequest
-from gllm.scheduler.plan import SampledToken, StepResult
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 
@@ -255,6 +255,37 @@ def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
             pushes += event.ids
     assert pushes == [TICKET]
     assert again.stats() == scheduler.stats()
+
+
+def test_a_log_repeats_the_end_of_a_complete_prefetch_whose_blocks_a_decode_takes() -> None:
+    """Another step is in flight meanwhile, so that the scheduler waits for the driver."""
+    config = SchedulerConfig(block_size=4, kv_admission="greedy", async_scheduling=False)
+    config, log = config.resolve(2, 11, 44), list[StepLogEvent]()
+    scheduler = LoggedScheduler(config, log.append, lambda: 0.0)
+    for seq in range(2):
+        scheduler.add(SchedulerRequest(seq, list(range(40 + seq, 47 + seq)), 11), 0.0)
+        assert step(scheduler)
+    seq = scheduler.transfers.prefetch(prefetch(), 1.0)
+    scheduler.transfers.start_fetches(1.0)
+    scheduler.transfers.finish_fetch(seq, True)
+    plans: list[StepPlan] = []
+    is_stalled = False
+    while scheduler.stats().unfinished:
+        scheduler.transfers.start_fetches(1.0)
+        while (plan := scheduler.schedule(1.0)) is not None:
+            plans.append(plan)
+        is_stalled |= bool(scheduler.transfers.started_prefetches) and len(plans) == 1
+        assert scheduler.transfers.pop_cancellations() == []
+        plan = plans.pop(0)
+        sampled = [SampledToken(row.seq, row.num_preemptions, 1) for row in plan.rows]
+        scheduler.commit(StepResult(plan.step, sampled))
+    assert is_stalled
+    assert not scheduler.transfers.started_prefetches
+    assert scheduler.stats().preemptions == 0
+    again = Scheduler(config)
+    for event in log:
+        replayed = replay_event(again, event)
+        assert not isinstance(event, ScheduleEvent) or replayed == event.plan
 
 
 @pytest.mark.parametrize("is_required", [True, False])

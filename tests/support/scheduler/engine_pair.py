@@ -9,9 +9,14 @@ as a wrong digest at the source, or in the context of a row.
 from dataclasses import dataclass
 from random import Random
 
+import msgspec
+
+from gllm.observability.logged_scheduler import LoggedScheduler, replay_event
+from gllm.observability.step_log import ScheduleEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv
 from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest
+from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.scheduler.pipeline import Pipeline
 
@@ -59,7 +64,9 @@ class EnginePair:
         self.configs = configs
         self.has_foreign = has_foreign
         self.rng = rng
-        self.engines = [Pipeline(config) for config in configs]
+        self.logs: list[list[bytes]] = [[], []]
+        """Step log of each engine since its start: events as JSON."""
+        self.engines = [self._start(engine) for engine in range(len(configs))]
         self.clients: dict[int, ClientRequest] = {}
         self.requests: dict[int, SchedulerRequest] = {}
         self.by_seq: dict[tuple[int, int], int] = {}
@@ -85,6 +92,28 @@ class EnginePair:
         self.num_repeated = 0
         """Fetches that ended because another sequence needed their blocks, to start again."""
         self.num_fetched = self.num_failed = self.num_revoked = self.num_fetched_again = 0
+
+    def _start(self, engine: int) -> Pipeline:
+        """An engine without requests, which writes a step log."""
+        pipeline, log = Pipeline(self.configs[engine]), self.logs[engine]
+        log.clear()
+        pipeline.scheduler = LoggedScheduler(
+            pipeline.config,
+            lambda event: log.append(msgspec.json.encode(event)),
+            lambda: pipeline.now,
+        )
+        return pipeline
+
+    def check_replays(self) -> None:
+        """The step log of each engine makes the same plans again."""
+        for pipeline, log in zip(self.engines, self.logs, strict=True):
+            again = Scheduler(pipeline.config)
+            for line in log:
+                event = msgspec.json.decode(line, type=StepLogEvent)
+                plan = replay_event(again, event)
+                if isinstance(event, ScheduleEvent):
+                    assert plan == event.plan
+            assert again.stats() == pipeline.scheduler.stats()
 
     def add(self, request: SchedulerRequest, engine: int, is_handed_off: bool) -> None:
         """Send a request of a client to an engine; if handed off, the other one decodes it."""
@@ -135,7 +164,7 @@ class EnginePair:
 
         Those without a token of it may return to it after its start, to fetch what is still held.
         """
-        self.engines[engine] = Pipeline(self.configs[engine])
+        self.engines[engine] = self._start(engine)
         self.next_seq[engine] += 1000
         self.transfers = [each for each in self.transfers if each.engine != engine]
         self.holds[engine].clear()
