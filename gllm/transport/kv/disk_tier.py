@@ -42,6 +42,7 @@ from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvReport
 from gllm.scheduler.disk_index import DiskBlock
 from gllm.transport.kv.break_even import FetchDeadline
 from gllm.transport.kv.fetch_queue import PeerCircuits
+from gllm.transport.kv.memory_pressure import PressureGate, read_memory_pressure
 from gllm.transport.kv.pages import KvPages, KvPagesError
 from gllm.transport.kv.record_file import (
     FORMAT_VERSION,
@@ -136,6 +137,7 @@ class KvDiskTier:
         on_report: Callable[[int, KvReport], None],
         clock: Callable[[], float] = time.monotonic,
         open_file: OpenFile = SystemFile,
+        read_pressure: Callable[[], float] = read_memory_pressure,
     ) -> None:
         """Create a tier without files.
 
@@ -144,6 +146,7 @@ class KvDiskTier:
             on_report: called with the epoch and each report, on any thread.
             clock: returns the time in seconds.
             open_file: opens or creates the file of a worker.
+            read_pressure: returns the memory pressure in percent, for PressureGate.
         """
         assert space.max_bytes is not None, "the value of the flag has a size"
         self._folder, self._max_bytes = space.folder, space.max_bytes
@@ -159,6 +162,8 @@ class KvDiskTier:
         self._estimate = TransferEstimate()
         self._circuits = PeerCircuits()
         self._has_warned_of_write = self._has_warned_of_read = False
+        self._read_pressure, self._gate = read_pressure, PressureGate()
+        self._has_warned_of_pressure = False
 
     def open(self, epoch: int, pages: Sequence[KvPages]) -> None:
         """Open the files of an epoch's workers on a thread; KvDiskOpened follows unless that fails.
@@ -288,12 +293,33 @@ class KvDiskTier:
     # Stores.
 
     def _copy_blocks(self, tier: _OpenTier, command: CopyKvToDisk) -> None:
+        """Copy blocks for a write, or end the store at once while memory is short.
+
+        Copies, and pages that wait to be written, take memory. Loads take none that their prompts
+        would not take as well, and go on.
+        """
+        if self._is_resting():
+            capacity = min(worker.file.capacity for worker in tier.workers)
+            self._report(tier, KvDiskWritten(command.number, [], capacity))
+            return
         blocks = command.block_ids
         self._copy = (
             command.number,
             [[worker.pages[0].read_block(block) for block in blocks] for worker in tier.workers],
         )
         self._report(tier, KvDiskCopied(command.number))
+
+    def _is_resting(self) -> bool:
+        """Return True while memory is short, and say so once."""
+        is_resting = self._gate.update(self._read_pressure())
+        if is_resting and not self._has_warned_of_pressure:
+            self._has_warned_of_pressure = True
+            log.warning(
+                "memory is short (/proc/pressure/memory): no KV blocks are written to %s until "
+                "that has ended, now and later",
+                self._folder,
+            )
+        return is_resting
 
     def _write_blocks(self, tier: _OpenTier, command: WriteKvToDisk) -> None:
         (number, copies), self._copy = self._copy, (0, [])
@@ -336,6 +362,8 @@ class KvDiskTier:
     # Loads.
 
     def _prefetch(self, tier: _OpenTier, command: PrefetchKvOnDisk) -> None:
+        if self._gate.is_resting:
+            return
         for worker in tier.workers:
             with suppress(OSError):
                 worker.file.prefetch(command.keys)

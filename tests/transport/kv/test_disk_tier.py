@@ -28,6 +28,7 @@ from gllm.messages.kv_transfer import CancelKvFetch, KvFetched
 from gllm.scheduler.disk_index import DiskBlock
 from gllm.transport.kv import disk_tier
 from gllm.transport.kv.disk_tier import SECRET_NAME, hash_layout
+from gllm.transport.kv.memory_pressure import HIGH_PERCENT
 from gllm.transport.kv.record_file import PAGE_BYTES, count_record_bytes
 from tests.support.engines.kv_caches import CachedEngine, make_contents
 from tests.support.engines.kv_layouts import cut_layouts
@@ -334,3 +335,26 @@ def test_an_engine_without_the_tier_refuses_loads() -> None:
     engine.mover.handle(LoadKvFromDisk(7, KEYS, [5, 1, 4]))
     assert engine.wait(KvFetched).cause == "there is no disk tier"
     engine.mover.close()
+
+
+def test_nothing_is_written_while_memory_is_short(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as engine:
+        assert store(engine).keys == KEYS
+        tier = engine.mover._disk
+        assert tier is not None
+        record = RECORDS[0]._replace(key=b"n" * 16)
+        # The limit of the way back is lower: 5 % is still short.
+        tier._read_pressure = iter((HIGH_PERCENT, 5.0, 50.0, 0.0)).__next__
+        for number in (2, 3, 4):
+            engine.mover.handle(CopyKvToDisk(number, [1]))
+            written = engine.wait(KvDiskWritten)
+            assert (written.number, written.keys) == (number, [])
+            assert not tier._copy[1], "copies take memory"
+        assert caplog.text.count("memory is short") == 1
+        assert load(engine, [5, 1, 4]).is_ok, "blocks that are there stay in use"
+        engine.mover.handle(CopyKvToDisk(5, [1]))
+        engine.wait(KvDiskCopied)
+        engine.mover.handle(WriteKvToDisk(5, [0], [record], []))
+        assert engine.wait(KvDiskWritten).keys == [record.key]
