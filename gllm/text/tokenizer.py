@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from gllm.observability.process_memory import trim_memory
 from gllm.text.added_tokens import read_tokenizer
 from gllm.text.byte_alphabet import BYTE_LEVEL_ALPHABET
 from gllm.text.chat.template import ChatTemplate, load_chat_template
@@ -138,6 +139,8 @@ class Tokenizer:
         if tokenizer.chat_template is not None:
             # Takes as long as reading the file: not during a request.
             _ = tokenizer.special_token_marker
+        # Reading the file has taken twice the memory of its vocabulary.
+        trim_memory()
         return tokenizer
 
     def encode(

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.chat.template import ChatTemplate
-from gllm.text.special_tokens import new_mark
+from gllm.text.special_tokens import _without_special_tokens, new_mark
 from gllm.text.tokenizer import Tokenizer
 from tests.support.examples import num_examples
 from tests.support.text import tokenizers as some
@@ -149,6 +149,23 @@ def test_no_text_of_a_request_makes_a_control_token(tokenizer, texts, escaped):
     assert control(tokenizer, ids) == turn * 4 + ["<|im_start|>"]
     if tokenizer.token_to_id("<|im_end|>>") is None and tokenizer.is_byte_level:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text.replace(mark, "")
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    added=st.lists(st.tuples(st.text("<|xy ab", min_size=1, max_size=5), *[st.booleans()] * 5)),
+)
+@settings(max_examples=num_examples(50, 1000), deadline=None)
+def test_a_tokenizer_without_special_tokens_has_the_same_ids(kind, added):
+    """Its vocabulary is not copied, so that the added tokens are added again."""
+    backend = KINDS[kind]()
+    names = ("special", "single_word", "lstrip", "rstrip", "normalized")
+    for content, *flags in added:
+        backend.add_tokens([AddedToken(content, **dict(zip(names, flags, strict=True)))])
+    copy = _without_special_tokens(backend)
+    assert copy.to_str() == backend.to_str()
+    assert copy.encode_special_tokens
+    assert not backend.encode_special_tokens
 
 
 def test_a_request_s_own_special_tokens_are_its_text():

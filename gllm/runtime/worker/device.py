@@ -4,7 +4,6 @@ It respects CPU affinities and the limits of containers (cgroups v1 and v2). tor
 by functions that need it.
 """
 
-import ctypes
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -117,13 +116,6 @@ def threads_per_worker(requested: int | None, num_workers: int) -> int:
         num_workers: workers that share this machine.
     """
     return requested or max(1, count_cores() // num_workers)
-
-
-def trim_memory() -> None:
-    """Return freed heap memory of this process to the operating system (malloc_trim)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # Only in the GNU C library.
-        trim(0)
 
 
 def choose_compute_dtype(

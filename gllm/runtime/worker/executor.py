@@ -49,6 +49,7 @@ from gllm.models.stage import (
     has_ends,
 )
 from gllm.models.weight_cache.weight_cache import WeightCache
+from gllm.observability.process_memory import trim_memory
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import (
     Batch,
@@ -62,7 +63,6 @@ from gllm.runtime.worker.device import (
     check_quantization,
     choose_cache_dtype,
     choose_compute_dtype,
-    trim_memory,
 )
 from gllm.runtime.worker.grammars import GuideFactory
 from gllm.runtime.worker.kv_cache import (

@@ -20,11 +20,11 @@ from gllm.messages.steps import GrammarReady, StepDone
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.identity import hash_model, hash_numerics
 from gllm.models.large_pages import find_weight_pages, move_pages
+from gllm.observability.process_memory import trim_memory
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import (
     available_memory_bytes,
     count_gpus,
-    trim_memory,
 )
 from gllm.runtime.worker.executor import DeviceBackend, Executor, WeightMemoryError
 from gllm.runtime.worker.kv_file import KvFile
