@@ -8,7 +8,8 @@ of tokens, so that minimizes the tokens to recompute. Pure: time is an argument.
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from math import inf
+from typing import ClassVar, NamedTuple
 
 from gllm.scheduler.return_times import (
     AGE_EDGES,
@@ -159,6 +160,18 @@ class _Visit:
         """Block whose cached children have to be evicted first; -1 for none."""
 
 
+class _Candidate(NamedTuple):
+    """Visit of least value of a group, as long as the group has the same visits and values."""
+
+    values: list[float]
+    """Values of the group by bin."""
+    due: float
+    """Time at which one of its visits moves on to another bin."""
+    rank: tuple[float, float]
+    """Value, and time of the end."""
+    visit: _Visit
+
+
 class ReturnEviction(EvictionOrder):
     """Evicts blocks of the conversation that is least likely to need them soon.
 
@@ -168,7 +181,7 @@ class ReturnEviction(EvictionOrder):
     cached children are evicted, as long as there are any.
 
     Values depend on the group of a conversation and the bin of its idle time alone, so a choice
-    compares one conversation of each.
+    compares one conversation of each group, and those of its bins only if something has changed.
     """
 
     def __init__(self) -> None:
@@ -182,6 +195,8 @@ class ReturnEviction(EvictionOrder):
         """Visits with blocks of sequences that have not ended, in the order of their arrival."""
         self._idle: dict[ConversationGroup, list[OrderedDict[_Visit, None]]] = {}
         """Ended visits with blocks by group and bin, the oldest one of a bin first."""
+        self._candidates: dict[ConversationGroup, _Candidate] = {}
+        """Visit of least value of each group, as far as it is known."""
         self._parked: dict[int, _Visit] = {}
         """Visits by the block whose children have to be evicted first."""
         self._unknown = _Visit(UNKNOWN_GROUP)
@@ -246,8 +261,8 @@ class ReturnEviction(EvictionOrder):
             visit.blocks.clear()
             visit.bin = visit.parked_at = -1
         for container in (
-            self._visit_of, self._waiting, self._idle, self._parked, self._links,
-            self._num_children, self._block_of,
+            self._visit_of, self._waiting, self._idle, self._candidates, self._parked,
+            self._links, self._num_children, self._block_of,
         ):  # fmt: skip
             container.clear()
         self._chosen = None
@@ -315,6 +330,7 @@ class ReturnEviction(EvictionOrder):
 
     def _file(self, visit: _Visit, index: int) -> None:
         """Make an ended visit a candidate in a bin."""
+        self._candidates.pop(visit.group, None)
         bins = self._idle.get(visit.group)
         if bins is None:
             bins = self._idle[visit.group] = [OrderedDict() for _ in range(NUM_BINS)]
@@ -324,6 +340,7 @@ class ReturnEviction(EvictionOrder):
     def _unfile(self, visit: _Visit) -> None:
         """Remove a visit from the candidates."""
         if visit.bin >= 0:
+            self._candidates.pop(visit.group, None)
             bins = self._idle[visit.group]
             del bins[visit.bin][visit]
             visit.bin = -1
@@ -354,24 +371,41 @@ class ReturnEviction(EvictionOrder):
         """Return the visit of least value; a parked one only if nothing else is left."""
         if self._chosen is not None and self._chosen[0] == now:
             return self._chosen[1]
-        best: _Visit | None = None
-        least = 0.0, 0.0
+        best: _Candidate | None = None
         for group, bins in self._idle.items():
             values = self.times.values(group, now)
-            self._age(bins, now)
-            for index, visits in enumerate(bins):
-                if not visits:
-                    continue
-                visit = next(iter(visits))
-                assert visit.end is not None
-                if best is None or (values[index], visit.end) < least:
-                    best, least = visit, (values[index], visit.end)
-        if best is None:
-            best = next(reversed(self._waiting)) if self._waiting else None
-        if best is None:
-            best = next(iter(self._parked.values()))
-        self._chosen = now, best
-        return best
+            candidate = self._candidates.get(group)
+            if candidate is None or candidate.values is not values or now >= candidate.due:
+                candidate = self._candidates[group] = self._find_candidate(bins, values, now)
+            if best is None or candidate.rank < best.rank:
+                best = candidate
+        if best is not None:
+            visit = best.visit
+        elif self._waiting:
+            visit = next(reversed(self._waiting))
+        else:
+            visit = next(iter(self._parked.values()))
+        self._chosen = now, visit
+        return visit
+
+    def _find_candidate(
+        self, bins: list["OrderedDict[_Visit, None]"], values: list[float], now: float
+    ) -> "_Candidate":
+        """Return the visit of least value of a group that has visits."""
+        self._age(bins, now)
+        best: _Visit | None = None
+        least, due = (0.0, 0.0), inf
+        for index, visits in enumerate(bins):
+            if not visits:
+                continue
+            visit = next(iter(visits))
+            assert visit.end is not None
+            if index + 1 < NUM_BINS:
+                due = min(due, visit.end + AGE_EDGES[index + 1])
+            if best is None or (values[index], visit.end) < least:
+                best, least = visit, (values[index], visit.end)
+        assert best is not None, "groups without visits are removed"
+        return _Candidate(values, due, least, best)
 
     def _age(self, bins: list["OrderedDict[_Visit, None]"], now: float) -> None:
         """Move the visits of a group on to the bins of their idle times."""
