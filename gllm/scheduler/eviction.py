@@ -160,7 +160,7 @@ class _Visit:
         """Block whose cached children have to be evicted first; -1 for none."""
 
 
-class _Candidate(NamedTuple):
+class _LeastVisit(NamedTuple):
     """Visit of least value of a group, as long as the group has the same visits and values."""
 
     values: list[float]
@@ -195,7 +195,7 @@ class ReturnEviction(EvictionOrder):
         """Visits with blocks of sequences that have not ended, in the order of their arrival."""
         self._idle: dict[ConversationGroup, list[OrderedDict[_Visit, None]]] = {}
         """Ended visits with blocks by group and bin, the oldest one of a bin first."""
-        self._candidates: dict[ConversationGroup, _Candidate] = {}
+        self._least_visits: dict[ConversationGroup, _LeastVisit] = {}
         """Visit of least value of each group, as far as it is known."""
         self._parked: dict[int, _Visit] = {}
         """Visits by the block whose children have to be evicted first."""
@@ -261,7 +261,7 @@ class ReturnEviction(EvictionOrder):
             visit.blocks.clear()
             visit.bin = visit.parked_at = -1
         for container in (
-            self._visit_of, self._waiting, self._idle, self._candidates, self._parked,
+            self._visit_of, self._waiting, self._idle, self._least_visits, self._parked,
             self._links, self._num_children, self._block_of,
         ):  # fmt: skip
             container.clear()
@@ -330,7 +330,7 @@ class ReturnEviction(EvictionOrder):
 
     def _file(self, visit: _Visit, index: int) -> None:
         """Make an ended visit a candidate in a bin."""
-        self._candidates.pop(visit.group, None)
+        self._least_visits.pop(visit.group, None)
         bins = self._idle.get(visit.group)
         if bins is None:
             bins = self._idle[visit.group] = [OrderedDict() for _ in range(NUM_BINS)]
@@ -340,7 +340,7 @@ class ReturnEviction(EvictionOrder):
     def _unfile(self, visit: _Visit) -> None:
         """Remove a visit from the candidates."""
         if visit.bin >= 0:
-            self._candidates.pop(visit.group, None)
+            self._least_visits.pop(visit.group, None)
             bins = self._idle[visit.group]
             del bins[visit.bin][visit]
             visit.bin = -1
@@ -371,12 +371,12 @@ class ReturnEviction(EvictionOrder):
         """Return the visit of least value; a parked one only if nothing else is left."""
         if self._chosen is not None and self._chosen[0] == now:
             return self._chosen[1]
-        best: _Candidate | None = None
+        best: _LeastVisit | None = None
         for group, bins in self._idle.items():
             values = self.times.values(group, now)
-            candidate = self._candidates.get(group)
+            candidate = self._least_visits.get(group)
             if candidate is None or candidate.values is not values or now >= candidate.due:
-                candidate = self._candidates[group] = self._find_candidate(bins, values, now)
+                candidate = self._least_visits[group] = self._find_least_visit(bins, values, now)
             if best is None or candidate.rank < best.rank:
                 best = candidate
         if best is not None:
@@ -388,9 +388,9 @@ class ReturnEviction(EvictionOrder):
         self._chosen = now, visit
         return visit
 
-    def _find_candidate(
+    def _find_least_visit(
         self, bins: list["OrderedDict[_Visit, None]"], values: list[float], now: float
-    ) -> "_Candidate":
+    ) -> "_LeastVisit":
         """Return the visit of least value of a group that has visits."""
         self._age(bins, now)
         best: _Visit | None = None
@@ -405,7 +405,7 @@ class ReturnEviction(EvictionOrder):
             if best is None or (values[index], visit.end) < least:
                 best, least = visit, (values[index], visit.end)
         assert best is not None, "groups without visits are removed"
-        return _Candidate(values, due, least, best)
+        return _LeastVisit(values, due, least, best)
 
     def _age(self, bins: list["OrderedDict[_Visit, None]"], now: float) -> None:
         """Move the visits of a group on to the bins of their idle times."""
