@@ -4,17 +4,15 @@ At each arrival, before the new request is placed, the errors of the length pred
 up to date, and requests of which no step has scheduled anything may change their engine.
 
 Source: "Aladdin" (arXiv 2405.06856), section on re-balancing, with an arrival as the heartbeat. A
-request that is longer than predicted does not end early by its later predictions: our reading.
-Otherwise its end would take back its count, the errors of all engines would only fall, and almost
-nothing would move.
+request that is longer than predicted does not end early by its later predictions: our reading
+(gllm/routing/rebalancing.py, whose decisions a router uses as well).
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from experiments.rebalancing import Move, PredictionError, line_distance, rebalance
 from gllm.routing.placement import LatencyModel, PlacedRequest, PlacementRules, PlacementWorker
+from gllm.routing.rebalancing import Move, PredictionErrors, line_distance, rebalance
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster
 from gllm.sim.cluster.engine import ClusterEngine
@@ -95,12 +93,8 @@ class RebalancedCluster(SimulatedCluster):
         super().__init__(router)
         self._rules = rules
         self._model = model
-        self._errors: defaultdict[str, PredictionError] = defaultdict(PredictionError)
-        """By engine, summed over the run."""
-        self._expected: dict[int, float] = {}
-        """Expected output of each unfinished request in tokens, by its position."""
-        self._late: set[int] = set()
-        """Unfinished requests that are longer than predicted, and are in an error."""
+        self._errors: PredictionErrors[int] = PredictionErrors()
+        """Of requests by their position, summed over the run."""
         self._moves: list[RequestMove] = []
         self._num_chances = 0
 
@@ -117,36 +111,23 @@ class RebalancedCluster(SimulatedCluster):
 
     def _submit(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         known = request.length_estimate.expected(request.num_output_tokens)
-        self._expected.setdefault(request.index, known)
+        self._errors.on_placed(request.index, known)
         super()._submit(engine, request, now)
 
     def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         """Note an end with fewer tokens than were predicted at the placement."""
-        expected = self._expected.pop(request.index)
         # Simulated outputs have their maximum length.
-        num_tokens = request.request.max_tokens
-        if request.index in self._late:
-            self._late.remove(request.index)
-        elif num_tokens < expected:
-            error = self._errors[engine.name]
-            self._errors[engine.name] = error.with_early_end(num_tokens, expected)
+        self._errors.on_finished(request.index, engine.name, request.request.max_tokens)
         super().on_finished(engine, request, now)
 
     def _note_late(self, engine: ClusterEngine) -> None:
-        """Replace the expected outputs that requests of an engine exceed, in its error too."""
+        """Replace the expected outputs that requests of an engine exceed."""
         served = engine.records[-1].requests
         for seq, request in engine.requests.items():
-            known, num_tokens = self._expected[request.index], served[seq].line.num_tokens
-            if num_tokens + 1 <= known:
-                continue
-            num_prompt_tokens = len(request.request.prompt_token_ids)
-            error = self._errors[engine.name]
-            if request.index in self._late:
-                error = error.moved(PlacedRequest(num_prompt_tokens, known), -1)
-            expected = request.length_estimate.expected(num_tokens)
-            self._errors[engine.name] = error.with_underestimate(expected)
-            self._expected[request.index] = expected
-            self._late.add(request.index)
+            num_tokens = served[seq].line.num_tokens
+            self._errors.on_progress(
+                request.index, engine.name, num_tokens, request.length_estimate
+            )
 
     # Moves.
 
@@ -157,7 +138,7 @@ class RebalancedCluster(SimulatedCluster):
             placed = self._placed(engine, set(unstarted[engine.name]), now)
             movable[engine.name] = [(placed[seq], seq) for seq in unstarted[engine.name]]
             workers.append(self._worker(engine, list(placed.values())))
-        for move in rebalance(workers, self._errors, self._rules):
+        for move in rebalance(workers, self._errors.by_worker(), self._rules):
             source, target = movable[move.source], movable[move.target]
             seq = next(seq for placed, seq in source if placed == move.request)
             source.remove((move.request, seq))
@@ -165,11 +146,10 @@ class RebalancedCluster(SimulatedCluster):
 
     def _move(self, move: Move, seq: int, now: float) -> int:
         """Move a request; return its sequence at the target."""
-        errors, target = self._errors, self.engines[move.target]
+        target = self.engines[move.target]
         request = withdraw(self.engines[move.source], seq, now)
         before = self._distances(move)
-        errors[move.source] = errors[move.source].moved(move.request, -1)
-        errors[move.target] = errors[move.target].moved(move.request, 1)
+        self._errors.on_moved(request.index, move.request, move.source, move.target)
         is_less = self._distances(move) < before
         self._moves.append(RequestMove(request.index, move.source, move.target, seq, is_less))
         self._submit(target, request, now)
@@ -177,8 +157,11 @@ class RebalancedCluster(SimulatedCluster):
 
     def _distances(self, move: Move) -> float:
         """Return the sum of the distances of both engines; those of the others do not change."""
+        errors = self._errors.by_worker()
         return sum(
-            line_distance(self._errors[name], self._model) for name in (move.source, move.target)
+            line_distance(errors[name], self._model)
+            for name in (move.source, move.target)
+            if name in errors
         )
 
     def _placed(
@@ -192,7 +175,7 @@ class RebalancedCluster(SimulatedCluster):
             seconds = now - line.times[0] if line.times else 0.0
             placed[seq] = PlacedRequest(
                 len(request.request.prompt_token_ids),
-                self._expected[request.index],
+                self._errors.expected(request.index),
                 line.num_tokens,
                 seconds,
                 is_begun=seq not in unstarted,

@@ -117,6 +117,21 @@ class RouterConfig:
         ge=0,
         le=MAX_PLACEMENT_HEARTBEAT,
     )
+    kv_checkpoint: int = option(
+        0,
+        "copy the KV cache of running requests to another engine each time that so many tokens are "
+        "computed, so that the loss of an engine costs the tokens since then; 0: no copies; needs "
+        "engines with --kv-transfer",
+        ge=0,
+        le=INT32_MAX,
+    )
+    move_requests: int = option(
+        0,
+        "most times that a running request moves to another engine, with its KV cache, because its "
+        "engine has more load than was predicted; needs engines with --kv-transfer",
+        ge=0,
+        le=INT32_MAX,
+    )
     preset: str | None = option(
         None,
         "choose an engine for the prefill and one for the decode of each request, as a system does "
@@ -177,6 +192,11 @@ class RouterConfig:
         if self.hub == "off" and not self.engines:
             raise ValueError("hub is off and engines is empty: the router needs one of both")
         check_placement_heartbeat(self.policy, self.placement_heartbeat, "policy")
+        if self.move_requests and self.preset is not None:
+            raise ValueError(
+                f"move_requests is {self.move_requests}, but preset {self.preset} chooses the "
+                "engines of both phases: leave one of them out"
+            )
         if self.routes and self.preset != "flow":
             raise ValueError(
                 "routes are those of preset flow: set preset to flow, or leave them out"

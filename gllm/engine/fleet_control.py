@@ -54,6 +54,10 @@ class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds for which new requests are collected and placed together; 0: none are."""
     migrations: dict[str, int]
     """Requests that were taken to another engine after they had been dispatched, by cause."""
+    kv_checkpoints: int
+    """Copies of running requests' KV to other engines that were started."""
+    rebalancing_seconds: float
+    """Seconds that requests of the cause `rebalanced` have waited for their next token, summed."""
     lost_engines: dict[str, int]
     """Ends of engines' connections, by kind: drained or lost."""
     refused_engines: int

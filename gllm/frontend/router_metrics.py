@@ -11,7 +11,7 @@ from gllm.frontend.node_metrics import counter, gauge
 
 ENGINE_STATES = ("loading", "ready", "recovering", "sleeping", "draining", "ejected", "dead")
 """Values of the label `state`."""
-MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable", "moved")
+MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable", "moved", "rebalanced")
 """Values of the label `cause` of migrations."""
 LOSS_KINDS = ("drained", "lost")
 """Values of the label `kind` of lost engines."""
@@ -100,6 +100,11 @@ class RouterCollector(Collector):
              totals.refused_peers),
             ("inexact_migrations", "Requests that went on at an engine of other numerics",
              totals.inexact_migrations),
+            ("kv_checkpoints", "Copies of running requests' KV to other engines that were started",
+             totals.kv_checkpoints),
+            ("rebalancing_seconds",
+             "Time that requests moved between engines by --move-requests waited for a token",
+             totals.rebalancing_seconds),
             ("stale_outputs", "Tokens that arrived after their request had been taken elsewhere",
              totals.stale_outputs),
         ):  # fmt: skip

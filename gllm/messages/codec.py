@@ -128,6 +128,7 @@ ToWorker = (
     | handoff.ReleaseKvHolds
     | handoff.RenewKvHolds
     | handoff.HandOffSequence
+    | handoff.KeepComputedKv
 )
 """Messages that the head process may send to a worker."""
 ToDriver = (
@@ -175,6 +176,7 @@ ToEngine = (
     | handoff.ReleaseKvHolds
     | handoff.RenewKvHolds
     | handoff.HandOffSequence
+    | handoff.KeepComputedKv
 )
 """Messages that a router may send to an engine."""
 FromAgent = lifecycle.Hello | nodes.ToNodeHub

@@ -102,6 +102,8 @@ class AnnounceEngine(ProcessMessage, frozen=True):
     """True if the engine understands PrefetchKv."""
     accepts_moves: bool = False
     """True if the engine understands HandOffSequence."""
+    accepts_checkpoints: bool = False
+    """True if the engine understands KeepComputedKv and PrefetchKv of a checkpoint."""
 
 
 class EngineReport(ProcessMessage, frozen=True):

@@ -6,7 +6,9 @@ source of these blocks (`SubmitRequest.kv_source`). They are sent only to engine
 `kv_endpoint`.
 
 A running request moves to another engine in the same way: HandOffSequence gives it a ticket and
-ends it at its next token.
+ends it at its next token. It can be copied to another engine's prefix cache while it runs
+(KeepComputedKv, and PrefetchKv as a checkpoint), so that it is not computed again if its engine is
+lost.
 
 The blocks can be fetched while the prompt is computed: the first engine reports KvPushStarted, and
 the router sends PrefetchKv to the second one. The rest of the request follows as always.
@@ -104,6 +106,9 @@ class PrefetchKv(WireMessage, frozen=True):
     """Time since the request was first submitted."""
     predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
     """Predicted length of the output in tokens; 0 without a prediction."""
+    is_checkpoint: bool = False
+    """True if the request runs elsewhere, and `prompt` has its output so far, too: no request
+    follows, and the blocks go into the prefix cache."""
 
 
 class ReleaseKvHolds(WireMessage, frozen=True):
@@ -141,5 +146,19 @@ class HandOffSequence(WireMessage, frozen=True):
     """Key of the KV blocks."""
 
 
-HandoffCommand = PrefetchKv | ReleaseKvHolds | RenewKvHolds | HandOffSequence
+class KeepComputedKv(WireMessage, frozen=True):
+    """Command to an engine: keep the KV of a running sequence's first tokens for another engine.
+
+    The sequence goes on. Nothing happens if it has ended, or has not computed these tokens.
+    """
+
+    seq: Annotated[int, Meta(ge=0)]
+    """Wire id of the sequence."""
+    ticket: Ticket
+    """Key of the KV blocks."""
+    num_tokens: Annotated[int, Meta(ge=1)]
+    """Leading tokens of prompt and output."""
+
+
+HandoffCommand = PrefetchKv | ReleaseKvHolds | RenewKvHolds | HandOffSequence | KeepComputedKv
 """Commands of a router about KV blocks."""

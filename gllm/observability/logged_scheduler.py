@@ -76,6 +76,11 @@ class LoggedScheduler(Scheduler):
         self._write(KvTransferEvent(self._clock(), "hand_off", [seq, ticket]))
         super().hand_off(seq, ticket)
 
+    def keep_computed(self, seq: int, ticket: int, num_tokens: int, now: float) -> None:
+        """Log that computed tokens of a running sequence are kept, and keep them."""
+        self._write(KvTransferEvent(now, "keep_computed", [seq, ticket, num_tokens]))
+        super().keep_computed(seq, ticket, num_tokens, now)
+
     def reset_prefix_cache(self) -> None:
         """Log the reset of the prefix cache and empty it."""
         self._write(ResetPrefixCacheEvent(self._clock()))
@@ -252,6 +257,8 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
             scheduler.transfers.prefetch(request, event.time)
         case KvTransferEvent(call="hand_off", ids=[seq, ticket]):
             scheduler.hand_off(seq, ticket)
+        case KvTransferEvent(call="keep_computed", ids=[seq, ticket, num_tokens]):
+            scheduler.keep_computed(seq, ticket, num_tokens, event.time)
         case KvTransferEvent():
             _replay_kv_call(scheduler.transfers, event)
     return None

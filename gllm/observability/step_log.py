@@ -36,10 +36,11 @@ KvTransferCall = Literal[
     "release_holds",
     "confirm_revocation",
     "hand_off",
+    "keep_computed",
 ]
-"""Calls of `SchedulerTransfers`, and `Scheduler.hand_off`, that change the state of transfers, by
-names that never change in step logs: take_fetches is `start_fetches`, take_pushes `pop_readable`,
-take_revocations `pop_revocations`."""
+"""Calls of `SchedulerTransfers`, and of `hand_off` and `keep_computed` of Scheduler, that change
+the state of transfers, by names that never change in step logs: take_fetches is `start_fetches`,
+take_pushes `pop_readable`, take_revocations `pop_revocations`."""
 HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
 """Beginnings of the lines that contain a configuration."""
 
@@ -135,6 +136,7 @@ class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetc
     cache_salt: str = ""
     age_seconds: float = 0.0
     predicted_output_tokens: int = 0
+    is_checkpoint: bool = False
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
@@ -203,7 +205,8 @@ class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
     call: KvTransferCall
     ids: list[int] = []
     """Ids of sequences for calls about a fetch, otherwise of KV reservations (tickets). For
-    `take_...` calls: those that the call returned; for `hand_off` the sequence and its ticket."""
+    `take_...` calls: those that the call returned; for `hand_off` and
+    `keep_computed` the sequence and its ticket, for the latter the number of tokens too."""
     is_ok: bool = True
     """Argument of `finish_fetch`."""
 

@@ -7,7 +7,8 @@ caller. Output counts only for requests that its engine has now: nothing is deli
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.router.dispatch_target import ChooseEngine, DispatchTarget, KvPeer, Parked, Submitted
@@ -19,7 +20,7 @@ from gllm.routing.handoff import HandoffLimits
 from gllm.routing.rounds import PlacementRounds
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
-from gllm.runtime.head.request_stream import RequestStream, deliver_outputs
+from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver_outputs
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +131,8 @@ class FleetClient(RequestClient):
         super().__init__()
         self.num_migrations: Counter[str] = Counter()
         """Requests that were submitted to another engine, by cause: `lost`, `drained`,
-        `recovering`, `unavailable` (the engine's own answer), `isolation` (of a suspect), `moved`
-        (with their KV blocks)."""
+        `recovering`, `unavailable` (the engine's own answer), `isolation` (of a suspect); with
+        their KV blocks `moved` (from a drained engine) and `rebalanced`."""
         self.num_dispatched: Counter[str] = Counter()
         """Submissions by engine."""
         self.num_stale_tokens = 0
@@ -139,6 +140,9 @@ class FleetClient(RequestClient):
         self.on_held: Callable[[float], None] | None = None
         """Called when a new request waits for a heartbeat, with the time at which
         `dispatch_parked` is to be called, in seconds."""
+        self.find_copy: Callable[[RequestStream], str] = lambda stream: ""
+        """Returns the engine that has the KV of a request's first tokens, besides the one that
+        computes it; empty if there is none."""
         self.rounds = rounds or PlacementRounds()
         self._choose = choose
         self._clock = clock or time.monotonic
@@ -165,6 +169,11 @@ class FleetClient(RequestClient):
         """Return the number of requests that run on an engine."""
         attached = self._engines.get(engine)
         return len(attached.streams) if attached is not None else 0
+
+    def kv_peer(self, engine: str) -> KvPeer | None:
+        """Return the KV transfer interface of an engine; None if it has none or is not attached."""
+        attached = self._engines.get(engine)
+        return attached.kv if attached is not None else None
 
     def attach(
         self,
@@ -242,7 +251,7 @@ class FleetClient(RequestClient):
             target = self._find_engine(stream, avoid=engine)
             if target is None:
                 continue
-            if is_planned and self.handoffs.is_moving(stream):
+            if is_planned and self.handoffs.move_cause(stream):
                 continue
             if is_planned and self.handoffs.start_move(stream, attached, target.name):
                 num_handed_off += 1
@@ -267,6 +276,29 @@ class FleetClient(RequestClient):
             self.dispatch_parked()
         self._notify()
         return len(moved) + num_handed_off
+
+    def choices_on(self, engine: str) -> Mapping[int, SubmittedChoice]:
+        """Return the running choices of an engine by wire id; empty if it is not attached."""
+        attached = self._engines.get(engine)
+        return MappingProxyType(attached.choices if attached is not None else {})
+
+    def move(self, stream: RequestStream, target: str, cause: str) -> bool:
+        """Let a running request continue on another engine with its KV blocks.
+
+        Args:
+            stream: the request.
+            target: name of the engine that continues it.
+            cause: key of `num_migrations`.
+
+        Returns:
+            False if it cannot move with its blocks at present; then nothing has changed.
+        """
+        engine = self._engines.get(stream.entry.engine)
+        if engine is None or target not in self._engines or stream not in engine.streams:
+            return False
+        if self._reserved in (engine.name, target):
+            return False
+        return self.handoffs.start_move(stream, engine, target, cause)
 
     def dispatch_parked(self, avoid: str = "") -> None:
         """Submit the parked requests for which an engine is chosen, suspects of crashes first.
@@ -313,7 +345,7 @@ class FleetClient(RequestClient):
             message, refused = split_refused(attached, message, self._ban)
         message, prefilled = self.handoffs.split_prefilled(attached, message)
         ended = deliver_outputs(message, attached.choices)
-        self.handoffs.on_tokens(attached, message.outcome.seqs)
+        self.handoffs.on_tokens(attached, message.outcome.seqs, self._clock())
         if self._suspects.has_losses:
             for seq in message.outcome.seqs:
                 if target := attached.choices.get(seq):
@@ -325,7 +357,7 @@ class FleetClient(RequestClient):
             self._remove(stream, [choice])
         for stream, is_held in prefilled.items():
             self.handoffs.on_prefilled(stream, is_held, self._clock())
-            self._take_back(attached, stream, "moved" if self.handoffs.is_moving(stream) else "")
+            self._take_back(attached, stream, self.handoffs.move_cause(stream))
             # Both engines together are one attempt.
             stream.entry.num_attempts = 0
         if refused:
@@ -394,8 +426,10 @@ class FleetClient(RequestClient):
 
     def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
         """Return the engine that is chosen for a request, other than `avoid`, if one is."""
-        moves_to = self.handoffs.move_target(stream)
-        for names in (*([frozenset({moves_to})] if moves_to else []), *self._eligible(stream)):
+        eligible = self._eligible(stream)
+        moves_to = frozenset({self.handoffs.move_target(stream)} - {""})
+        copy = eligible[0] & {self.find_copy(stream)}
+        for names in (moves_to, copy, *eligible):
             if target := self._choose_among(stream, names - {avoid, self._reserved}):
                 return target
         return None

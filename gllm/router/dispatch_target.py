@@ -31,6 +31,8 @@ class KvPeer(NamedTuple):
     """True if it understands PrefetchKv."""
     accepts_moves: bool = False
     """True if it understands HandOffSequence."""
+    accepts_checkpoints: bool = False
+    """True if it understands KeepComputedKv and PrefetchKv of a checkpoint."""
 
 
 @dataclass(slots=True, eq=False)

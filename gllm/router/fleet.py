@@ -27,6 +27,8 @@ from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
 from gllm.router.dispatcher import Dispatcher, PairDispatcher
 from gllm.router.engine_record import EngineRecord, preset_warning, unfit_reason
+from gllm.router.kv_checkpoints import KvCheckpoints
+from gllm.router.rebalancing import Rebalancing
 from gllm.router.role_control import RoleControl
 from gllm.router.scale_control import ScaleControl
 from gllm.router.workload_monitor import WorkloadMonitor
@@ -105,6 +107,8 @@ class Fleet:
             rounds=rounds,
         )
         self.client.on_held = self._schedule_round
+        self._checkpoints = KvCheckpoints(self.client, self._dispatcher, config.kv_checkpoint)
+        self._rebalancing = Rebalancing(self.client, self._dispatcher, config.move_requests)
         self._links = create_links(
             make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
         )
@@ -197,6 +201,8 @@ class Fleet:
             held_requests=client.rounds.num_held,
             placement_heartbeat=config.placement_heartbeat,
             migrations=dict(client.num_migrations),
+            kv_checkpoints=self._checkpoints.num_copies,
+            rebalancing_seconds=self._rebalancing.pause_seconds,
             lost_engines=dict(self._num_lost),
             refused_engines=self._num_refused,
             refused_peers=self._links.num_refused_peers,
@@ -358,6 +364,7 @@ class Fleet:
         self._dispatcher.policy.prefixes.forget(name)
         self._dispatcher.health.on_lost(name, self._clock(), is_planned)
         self._commands.on_lost(name, cause)
+        self._checkpoints.on_engine_lost(name)
         self._on_engines_changed()
         self.client.detach(name, cause, loss_kind(cause, is_planned))
         fleet_status.forget_departed(self.client.num_dispatched, self._dispatcher.records)
@@ -463,6 +470,8 @@ class Fleet:
         self.roles.on_tick()
         self.scaling.on_tick()
         self.client.check_losses()
+        self._rebalancing.on_tick(now)
+        self._checkpoints.on_tick(now)
         if self.client.num_parked:
             self.client.dispatch_parked()
             if self.client.rounds.waits_for_room and self._dispatcher.has_ready_engine:
@@ -526,4 +535,5 @@ def kv_peer(link: EngineLink) -> KvPeer:
         lambda: link.announce.kv_digest,
         link.announce.accepts_prefetches,
         link.announce.accepts_moves,
+        link.announce.accepts_checkpoints,
     )

@@ -6,7 +6,7 @@ commands to the engines that hold blocks.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Protocol
@@ -109,6 +109,9 @@ class Handoffs:
         """
         self.num_ended: Counter[str] = Counter()
         """Number of ended hand-offs by outcome, a value of `Handoff.outcome`."""
+        self.on_moved: Callable[[RequestStream, Handoff, float], None] = lambda *_: None
+        """Called with a request that has moved, its hand-off, and the seconds between the last
+        token of the first engine and the next one of the second."""
         self._engines = engines
         self._pairs = pairs
         self._limits = limits or HandoffLimits()
@@ -184,7 +187,7 @@ class Handoffs:
         if pair.decode is None or pair.decode == pair.prefill:
             return pair
         decode = pair.decode
-        return pair if decode in able and self._may_exchange(pair.prefill, decode) else None
+        return pair if decode in able and self.may_exchange(pair.prefill, decode) else None
 
     def sender(
         self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair | None
@@ -217,7 +220,9 @@ class Handoffs:
 
         return send
 
-    def start_move(self, stream: RequestStream, engine: DispatchTarget, target: str) -> bool:
+    def start_move(
+        self, stream: RequestStream, engine: DispatchTarget, target: str, cause: str = "moved"
+    ) -> bool:
         """Let an engine hand a running request off to another one, with its KV blocks.
 
         The engine ends the request at its next token and keeps the blocks; then the request
@@ -227,6 +232,7 @@ class Handoffs:
             stream: a request that the engine computes.
             engine: the engine.
             target: engine that is to continue.
+            cause: key under which the move is counted.
 
         Returns:
             False if one side cannot, the request has no token yet, or is handed off already; then
@@ -243,11 +249,11 @@ class Handoffs:
         if engine.kv is None or not engine.kv.accepts_moves or not engine.kv_endpoint:
             return False
         can_fetch = other.kv_endpoint and engine.numerics == other.numerics
-        if not can_fetch or not self._may_exchange(engine.name, target):
+        if not can_fetch or not self.may_exchange(engine.name, target):
             return False
         if earlier is not None:
             self._apply(stream, earlier, earlier.on_end())
-        handoff = Handoff(EnginePair(engine.name, target), make_ticket(), self._limits, True)
+        handoff = Handoff(EnginePair(engine.name, target), make_ticket(), self._limits, cause)
         self._by_stream[stream] = handoff
         self._by_ticket[handoff.ticket] = stream
         (seq,) = entry.seqs.values()
@@ -257,15 +263,15 @@ class Handoffs:
     def move_target(self, stream: RequestStream) -> str:
         """Return the engine to which a request moves that no engine has; empty if there is none."""
         handoff = self._by_stream.get(stream)
-        if handoff is None or not handoff.is_move or handoff.state is not HandoffState.TRANSFER:
+        if handoff is None or not handoff.move_cause or handoff.state is not HandoffState.TRANSFER:
             return ""
         return handoff.decode if handoff.decode in self._engines else ""
 
-    def is_moving(self, stream: RequestStream) -> bool:
-        """Return True until a request that had tokens leaves its engine to be handed off."""
+    def move_cause(self, stream: RequestStream) -> str:
+        """Return why a request moves, until it leaves its engine to be handed off; else empty."""
         handoff = self._by_stream.get(stream)
         states = HandoffState.PREFILL, HandoffState.READY
-        return handoff is not None and handoff.is_move and handoff.state in states
+        return handoff.move_cause if handoff is not None and handoff.state in states else ""
 
     def on_submitted(self, stream: RequestStream, engine: DispatchTarget) -> None:
         """Update the hand-off of a request that was submitted to an engine."""
@@ -383,7 +389,7 @@ class Handoffs:
         if self._pairs is not None:
             self._pairs.on_prefilled(stream)
 
-    def on_tokens(self, engine: DispatchTarget, seqs: Iterable[int]) -> None:
+    def on_tokens(self, engine: DispatchTarget, seqs: Iterable[int], now: float) -> None:
         """Update the hand-offs of sequences that an engine has returned tokens for."""
         if not self._by_stream:
             return
@@ -391,6 +397,8 @@ class Handoffs:
             choice = engine.choices.get(seq)
             handoff = self._by_stream.get(choice.stream) if choice is not None else None
             if choice is not None and handoff is not None:
+                if handoff.move_cause and handoff.state is HandoffState.TRANSFER:
+                    self.on_moved(choice.stream, handoff, now - handoff.prefilled_at)
                 self._apply(choice.stream, handoff, handoff.on_decoded())
 
     def on_given_back(self, stream: RequestStream, engine: str) -> None:
@@ -436,7 +444,7 @@ class Handoffs:
         holder = self._engines.get(handoff.pair.prefill)
         if holder is None or holder is engine or holder.kv is None or not handoff.is_held:
             return None
-        if not engine.kv_endpoint or not self._may_exchange(holder.name, engine.name):
+        if not engine.kv_endpoint or not self.may_exchange(holder.name, engine.name):
             return None
         # The KV of the last token is never computed.
         entry = stream.entry
@@ -453,11 +461,11 @@ class Handoffs:
             names |= {
                 engine
                 for engine in self._engines
-                if self._may_exchange(handoff.pair.prefill, engine)
+                if self.may_exchange(handoff.pair.prefill, engine)
             }
         return frozenset(names)
 
-    def _may_exchange(self, name: str, other_name: str) -> bool:
+    def may_exchange(self, name: str, other_name: str) -> bool:
         """Return True if the numbers in the KV caches of two engines are the same."""
         engine, other = self._engines[name], self._engines[other_name]
         digests = [one.kv.digest() if one.kv is not None else "" for one in (engine, other)]

@@ -71,7 +71,7 @@ class Handoff:
     """
 
     def __init__(
-        self, pair: EnginePair, ticket: int, limits: HandoffLimits, is_move: bool = False
+        self, pair: EnginePair, ticket: int, limits: HandoffLimits, move_cause: str = ""
     ) -> None:
         """Create the state of a request that was sent to its prefill engine (PREFILL).
 
@@ -79,10 +79,14 @@ class Handoff:
             pair: engines that were chosen, different ones; without a decode engine any will do.
             ticket: key of the KV blocks at the prefill engine.
             limits: time limits.
-            is_move: the first engine decodes the request already, until its next token.
+            move_cause: reason of a move, if the first engine decodes the request already, until
+                its next token; empty if it computes the prompt.
         """
-        self.is_move = is_move
-        """True if the request had tokens when the hand-off began."""
+        self.move_cause = move_cause
+        """Reason of the move of a request that had tokens when the hand-off began, otherwise
+        empty."""
+        self.prefilled_at = 0.0
+        """Time of the first engine's last token in seconds; 0 before it."""
         self.state = HandoffState.PREFILL
         self.outcome = ""
         """Result once it is clear: `transferred` (the decode engine went on; it may have computed
@@ -169,6 +173,7 @@ class Handoff:
         """
         assert self.state is HandoffState.PREFILL
         self.state, self.is_held = HandoffState.READY, self.is_held and is_held
+        self.prefilled_at = now
         self._read_deadline = now + self._limits.read_seconds
         self._hold_deadline = now + self._limits.hold_seconds
         self._renew_at = now + self._limits.renew_seconds

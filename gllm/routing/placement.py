@@ -233,13 +233,18 @@ def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRule
 
 
 def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: PlacementRules) -> bool:
-    """Return True if an engine with this load can take a request within all limits."""
+    """Return True if an engine with this load can take a request within all limits.
+
+    A request that has tokens moves with its KV cache, so that no prompt is computed for it.
+    """
     if load.num_requests >= load.max_num_seqs:
         return False
     # The constraints that refuse most often first.
     num_new_tokens = request.num_prompt_tokens + load.num_new_tokens()
     ttft = min(load.ttft_seconds, ttft_limit(request.slo, rules))
-    if not admits_prefill(load.model, num_new_tokens, ttft, load.decode_slacks(), rules):
+    if request.is_new and not admits_prefill(
+        load.model, num_new_tokens, ttft, load.decode_slacks(), rules
+    ):
         return False
     tpot = min(load.tpot_seconds, tpot_limit(request.slo, rules))
     context = load.context + planned_context([request], rules.gamma)

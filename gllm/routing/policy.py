@@ -34,6 +34,9 @@ class RoutingPolicy(ABC):
     places_in_heartbeats: ClassVar[bool] = False
     """True if a router may collect requests for a heartbeat and place them together, longest
     prompts first (`--placement-heartbeat`)."""
+    packs_requests: ClassVar[bool] = False
+    """True if `choose` fills some engines and leaves others idle on purpose, so that their loads
+    are not to be made equal."""
     length_predictor: ClassVar[str] = "by-max-tokens"
     """Name of the predictor of output lengths that a router uses without `--length-predictor`."""
 

@@ -18,6 +18,10 @@ A prefetch begins before its request arrives, while the other engine computes th
 without rows stands for the request until then, so a prefetch has a rank, can be a victim and is
 admitted as any other fetch. It keeps counting as a row in flight once it is complete: only this
 module frees its blocks.
+
+A checkpoint is a prefetch of a request that goes on at the other engine: once it is complete, its
+blocks are left in the prefix cache without a reference. The other engine keeps what it has computed
+of the running sequence until it was read (`keep_computed`).
 """
 
 from bisect import insort
@@ -67,8 +71,10 @@ class PrefetchRequest(NamedTuple):
     cache_salt: str = ""
     age_seconds: float = 0.0
     predicted_output_tokens: int = 0
+    is_checkpoint: bool = False
+    """True if no request is expected: the blocks go into the prefix cache."""
     kv_source: object = None
-    """Address of the KV, and the fields before it: as of SchedulerRequest."""
+    """Address of the KV, and the fields up to `predicted_output_tokens`: as of SchedulerRequest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +82,7 @@ class _Prefetch:
     ticket: int
     sequence: Sequence
     lease_end: float
+    is_checkpoint: bool = False
     is_complete: bool = False
 
 
@@ -239,7 +246,9 @@ class SchedulerTransfers:
         arrival = now - request.age_seconds
         sequence = Sequence(seq, standing, token_ids, len(token_ids), arrival_time=arrival)
         lease_end = now + HOLD_LEASE_SECONDS
-        self._prefetches[request.ticket] = _Prefetch(request.ticket, sequence, lease_end)
+        self._prefetches[request.ticket] = _Prefetch(
+            request.ticket, sequence, lease_end, request.is_checkpoint
+        )
         return seq
 
     def start_fetches(self, now: float) -> list[KvFetch]:
@@ -325,7 +334,11 @@ class SchedulerTransfers:
             return False
         if (prefetch := self.started_prefetches.get(seq)) is not None:
             prefetch.is_complete = prefetch.sequence.has_fetched_bytes = True
-            if not is_ok or prefetch.sequence.is_freeing_blocks:
+            if is_ok and prefetch.is_checkpoint:
+                own = prefetch.sequence
+                own.num_computed_tokens = own.request.kv_source_tokens
+                self._kv_cache.publish(own)
+            if not is_ok or prefetch.is_checkpoint or prefetch.sequence.is_freeing_blocks:
                 self._remove(prefetch)
             return False
         sequence = self._fetching.pop(seq, None)
@@ -502,9 +515,16 @@ class SchedulerTransfers:
         self._queues.count_waiting(sequence, -1)
         if not is_admitted:
             return []
+        if prefetch.is_checkpoint:
+            # Nothing is resumed: the cache has the blocks of the checkpoint before.
+            num_cached = sequence.num_scheduled_tokens
+            self._counters.resumed_cached_tokens -= num_cached
+            self._counters.resumed_computed_tokens -= sequence.num_prefill_tokens - num_cached
         fetch = self._allocate(sequence, is_early=True)
         self.started_prefetches[sequence.seq] = prefetch
         prefetch.is_complete = not fetch.num_tokens
+        if prefetch.is_complete and prefetch.is_checkpoint:
+            self._remove(prefetch)
         return [fetch]
 
     def _allocate(self, sequence: Sequence, is_early: bool = False) -> KvFetch:
@@ -611,6 +631,36 @@ class SchedulerTransfers:
         num_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         if not ticket or num_tokens < 1 or ticket in self._holds:
             return None
+        return self._hold(sequence, ticket, num_tokens, now, is_first)
+
+    def keep_computed(self, sequence: Sequence, ticket: int, num_tokens: int, now: float) -> bool:
+        """Keep the first tokens of a running sequence for another engine, while it goes on.
+
+        Args:
+            sequence: an unfinished sequence.
+            ticket: key under which they can be read.
+            num_tokens: leading tokens to keep.
+            now: time in seconds.
+
+        Returns:
+            False if not all of them are computed, or the ticket is in use or was released.
+        """
+        num_computed = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+        if not 0 < num_tokens <= num_computed:
+            return False
+        if ticket in self._holds or ticket in self._released_tickets:
+            return False
+        self._hold(sequence, ticket, num_tokens, now)
+        return True
+
+    def _hold(
+        self,
+        sequence: Sequence,
+        ticket: int,
+        num_tokens: int,
+        now: float,
+        is_first: bool = True,
+    ) -> ReadableKv:
         block_ids = sequence.block_ids[: -(-num_tokens // self._config.block_size)]
         hold = ReadableKv(ticket, num_tokens, block_ids, is_first=is_first)
         self._holds.add(hold, sequence.request.is_ticket_foreign, now)

@@ -171,6 +171,22 @@ class Scheduler:
         if request.n == 1 and not request.kv_ticket and num_tokens < request.max_tokens:
             sequence.request = request._replace(max_tokens=num_tokens, kv_ticket=ticket)
 
+    def keep_computed(self, seq: int, ticket: int, num_tokens: int, now: float) -> None:
+        """Keep the first tokens of a running sequence for another engine, while it goes on.
+
+        Nothing happens if the sequence is unknown or has ended, not all of them are computed, or
+        the ticket is in use or was released.
+
+        Args:
+            seq: id of the sequence.
+            ticket: key under which the blocks can be read.
+            num_tokens: leading tokens to keep.
+            now: time in seconds.
+        """
+        sequence = self._sequences.get(seq)
+        if sequence is not None and not sequence.is_finished:
+            self.transfers.keep_computed(sequence, ticket, num_tokens, now)
+
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences are not affected."""
         self.kv_cache.block_pool.reset_prefix_cache()

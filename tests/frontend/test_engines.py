@@ -75,7 +75,7 @@ class ScriptedFleet:
         return [row("a"), row("b", "draining")]
 
     def totals(self) -> RouterTotals:
-        counts = (4, 7, 0.25, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
+        counts = (4, 7, 0.25, {"lost": 2}, 6, 0.5, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
         return RouterTotals("predict", *counts, "", "", False, {}, "by-prompt", [])
 
     def drain_engine(self, name: str, migrates: bool, is_scaling: bool = False) -> int:

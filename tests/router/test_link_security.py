@@ -57,6 +57,7 @@ TO_ENGINE = {
     "ReleaseKvHolds",
     "RenewKvHolds",
     "HandOffSequence",
+    "KeepComputedKv",
 }
 
 

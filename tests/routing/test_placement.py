@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.rebalancing import PredictionError, line_distance, rebalance
 from gllm.options.slo import Slo
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.placement import (
@@ -20,6 +19,14 @@ from gllm.routing.placement import (
 )
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy
+from gllm.routing.rebalancing import (
+    PredictionError,
+    PredictionErrors,
+    line_distance,
+    rebalance,
+    saved_seconds,
+    subtract_mean,
+)
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.output_lengths import FixedEstimate, PromptLengthPredictor
 from gllm.scheduler.step_cost import StepCostCoefficients
@@ -252,6 +259,112 @@ def test_rebalancing_moves_from_the_largest_error_to_the_smallest() -> None:
     # One whose prompt is being computed stays.
     loaded[0] = worker(PlacedRequest(100, 300, is_begun=True), name="late")
     assert not rebalance(loaded, {"late": late, "early": early}, RULES)
+
+
+@settings(max_examples=num_examples(60, 500))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(10, 900), st.integers(1, 300)), max_size=5),
+        min_size=2, max_size=4,
+    ),
+    st.lists(st.tuples(st.floats(-2000, 2000), st.integers(-4, 4)), min_size=4, max_size=4),
+    st.floats(0, 0.5),
+)  # fmt: skip
+def test_running_requests_move_only_where_more_time_is_saved_than_lost(rows, errors, cost) -> None:
+    workers = [
+        worker(*(placed(p, output + 100, output) for p, output in parts), name=str(index))
+        for index, parts in enumerate(rows)
+    ]
+    state = {each.name: each for each in workers}
+    known = {str(index): PredictionError(*error) for index, error in enumerate(errors)}
+    moves = rebalance(workers, known, RULES, lambda *move: saved_seconds(*move) > cost)
+
+    def step_seconds(each: PlacementWorker) -> float:
+        """Return the time of a step, summed over the requests that wait for it."""
+        context = sum(one.num_prompt_tokens + one.num_output_tokens for one in each.requests)
+        return len(each.requests) * MODEL.decode_seconds(len(each.requests), context)
+
+    for request, source, target in moves:
+        before = step_seconds(state[source]) + step_seconds(state[target])
+        remaining = list(state[source].requests)
+        remaining.remove(request)
+        state[source] = state[source]._replace(requests=remaining)
+        state[target] = state[target]._replace(requests=[*state[target].requests, request])
+        saved = before - step_seconds(state[source]) - step_seconds(state[target])
+        assert saved * 100 > cost * 0.999
+
+
+def test_a_running_request_needs_no_time_for_its_prompt_at_another_engine() -> None:
+    late = PlacementRules(Slo(1e-3, 10.0))
+    assert not admits(worker(), placed(1000), late)
+    assert admits(worker(), placed(1000, 300, 20), late)
+    assert not admits(worker(kv=1200), placed(1000, 300, 20), late)
+
+
+class Progress:
+    """What happens to requests by their ids, as sets of facts about the present."""
+
+    def __init__(self) -> None:
+        self.errors: PredictionErrors[int] = PredictionErrors()
+        self.engine: dict[int, str] = {}
+        self.num_tokens: dict[int, int] = {}
+        self.by_hand: dict[str, tuple[float, float]] = {}
+
+    def add(self, engine: str, num_tokens: float, num_requests: float) -> None:
+        tokens, requests = self.by_hand.get(engine, (0.0, 0.0))
+        self.by_hand[engine] = tokens + num_tokens, requests + num_requests
+
+
+@settings(max_examples=num_examples(60, 500))
+@given(st.data())
+def test_errors_are_those_of_late_and_early_requests_wherever_they_are(data) -> None:
+    """The error of an engine follows from each request's prediction, end and last engine."""
+    predicted, rig = 10, Progress()
+    estimate = FixedEstimate(predicted)
+    for key in range(data.draw(st.integers(1, 8))):
+        engine = data.draw(st.sampled_from("ab"))
+        rig.errors.on_placed(key, estimate.expected())
+        num_tokens, latest = 0, float(predicted)
+        is_late = False
+        for _ in range(data.draw(st.integers(0, 4))):
+            num_tokens += data.draw(st.integers(0, 12))
+            rig.errors.on_progress(key, engine, num_tokens, estimate)
+            if num_tokens + 1 > latest:
+                is_late, latest = True, estimate.expected(num_tokens)
+            if data.draw(st.booleans()):
+                other = "b" if engine == "a" else "a"
+                request = placed(5, latest, num_tokens)
+                rig.errors.on_moved(key, request, engine, other)
+                if not is_late:
+                    rig.add(engine, -latest, -1)
+                    rig.add(other, latest, 1)
+                engine = other
+        assert rig.errors.expected(key) == latest
+        is_ended = data.draw(st.booleans())
+        if is_ended:
+            rig.errors.on_finished(key, engine, num_tokens)
+        if is_late:
+            rig.add(engine, latest, 1)
+        elif is_ended and num_tokens < predicted:
+            rig.add(engine, num_tokens - predicted, -1)
+    found = rig.errors.by_worker()
+    for engine in "ab":
+        expected = rig.by_hand.get(engine, (0.0, 0.0))
+        assert tuple(found.get(engine, PredictionError())) == pytest.approx(expected)
+
+
+def test_old_errors_fade_and_those_of_running_requests_stay() -> None:
+    errors: PredictionErrors[str] = PredictionErrors()
+    for key in ("early", "late"):
+        errors.on_placed(key, 10)
+    errors.on_finished("early", "a", 4)
+    errors.on_progress("late", "b", 10, FixedEstimate(10))
+    assert errors.by_worker() == {"a": (-6, -1), "b": (20, 1)}
+    errors.fade(0.5, ["a", "b"])
+    assert errors.by_worker() == {"a": (-3, -0.5), "b": (20, 1)}
+    errors.fade(1.0, ["b"])
+    assert errors.by_worker() == {"b": (20, 1)}
+    assert subtract_mean(errors.by_worker(), ["a", "b"]) == {"a": (-10, -0.5), "b": (10, 0.5)}
 
 
 def test_policy_packs_by_its_own_model() -> None:

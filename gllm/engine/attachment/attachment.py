@@ -439,6 +439,7 @@ class EngineAnnouncer:
             kv_digest=supervisor.kv_mover.digest,
             accepts_prefetches=True,
             accepts_moves=True,
+            accepts_checkpoints=True,
         )
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
+import msgspec
+
 from gllm.config.sampling import MAX_N
 from gllm.messages.codec import AnyMessage
 from gllm.messages.fleet import GreetEngine
@@ -16,6 +18,7 @@ from gllm.messages.handoff import (
     FirstChunkComputed,
     HandoffCommand,
     HandOffSequence,
+    KeepComputedKv,
     KvPushStarted,
     PrefetchKv,
     ReleaseKvHolds,
@@ -142,8 +145,8 @@ class RouterSession:
                 self._engine.send_kv_command(message)
             case RenewKvHolds():
                 self._engine.send_kv_command(message)
-            case HandOffSequence(seq, ticket):
-                self._hand_off(seq, ticket)
+            case HandOffSequence(seq, ticket) | KeepComputedKv(seq, ticket):
+                self._reserve(message, seq, ticket)
             case PrefetchKv(source) if not refusal:
                 self._tickets.add(source.ticket)
                 self._engine.send_kv_command(message)
@@ -212,15 +215,15 @@ class RouterSession:
                 self._engine.client.abort(running.stream, [choice])
                 self._release_if_ended(running)
 
-    def _hand_off(self, seq: int, ticket: int) -> None:
-        """End a choice at its next token and keep its KV blocks; one that has ended is ignored."""
+    def _reserve(self, message: HandOffSequence | KeepComputedKv, seq: int, ticket: int) -> None:
+        """Pass a command to keep KV blocks of a choice on; one that has ended is ignored."""
         if (found := self._choices.get(seq)) is None:
             return
         running, choice = found
         wire_id = running.stream.entry.seqs.get(choice)
         if wire_id is not None:
             self._tickets.add(ticket)
-            self._engine.send_kv_command(HandOffSequence(wire_id, ticket))
+            self._engine.send_kv_command(msgspec.structs.replace(message, seq=wire_id))
 
     def _watch(self, message: WatchKvCache) -> None:
         """Begin to forward KV events with a snapshot, or end it."""

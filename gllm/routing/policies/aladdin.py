@@ -171,6 +171,7 @@ class AladdinPolicy(RoutingPolicy):
     uses_step_costs = True
     uses_ongoing = True
     places_in_heartbeats = True
+    packs_requests = True
     length_predictor = "by-prompt"
 
     def __init__(

@@ -17,6 +17,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.handoff import (
     HandOffSequence,
+    KeepComputedKv,
     PrefetchKv,
     ReleaseKvHolds,
     RenewKvHolds,
@@ -349,6 +350,7 @@ class Driver:
                 | ReleaseKvHolds()
                 | RenewKvHolds()
                 | HandOffSequence()
+                | KeepComputedKv()
             ):
                 # Blocks of other engines, of which some may be free afterwards.
                 if self.kv is not None:

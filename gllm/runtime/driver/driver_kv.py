@@ -267,6 +267,8 @@ class DriverKv:
                 self._transfers.renew(tickets, self._clock())
             case handoff.HandOffSequence(seq, ticket):
                 self._scheduler.hand_off(seq, ticket)
+            case handoff.KeepComputedKv(seq, ticket, num_tokens):
+                self._scheduler.keep_computed(seq, ticket, num_tokens, self._clock())
             case kv_transfer.KvBlocksCopied(number):
                 assert self._staged is not None, "only copies are reported"
                 self._pass_on(self._staged.on_copied(number))
@@ -346,6 +348,7 @@ class DriverKv:
             message.cache_salt,
             message.age_seconds,
             message.predicted_output_tokens,
+            message.is_checkpoint,
             message.source,
         )
         try:

@@ -197,15 +197,21 @@ class KvRouter:
     Args:
         create_links: creates the router's sessions with the engines.
         has_pairs: False for one engine per request, in turn.
+        options: of the router.
     """
 
-    def __init__(self, create_links: type[FleetLinks] = FleetLinks, has_pairs: bool = True) -> None:
+    def __init__(
+        self,
+        create_links: type[FleetLinks] = FleetLinks,
+        has_pairs: bool = True,
+        **options: Any,
+    ) -> None:
         self.policy = FixedPair()
         self.address = f"127.0.0.1:{free_port()}"
         """Address of the router's hub."""
         config = RouterConfig(
             model="demo", hub=self.address, policy="round-robin",
-            preset="distserve" if has_pairs else None,
+            preset="distserve" if has_pairs else None, **options,
         )  # fmt: skip
         folder = resolve_model("demo")
         self.fleet = Fleet(
@@ -255,8 +261,8 @@ class KvRouter:
 class KvRig(KvRouter):
     """The router and its engines."""
 
-    def __init__(self, stack: AsyncExitStack, has_pairs: bool = True) -> None:
-        super().__init__(has_pairs=has_pairs)
+    def __init__(self, stack: AsyncExitStack, has_pairs: bool = True, **options: Any) -> None:
+        super().__init__(has_pairs=has_pairs, **options)
         self.engines: dict[str, Engine] = {}
         self.watches: dict[str, KvWatch] = {}
         self._stack = stack
@@ -305,10 +311,10 @@ def make_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
 
 
 @asynccontextmanager
-async def kv_rig(has_pairs: bool = True) -> AsyncIterator[KvRig]:
-    """A router without engines; `has_pairs` as of KvRouter."""
+async def kv_rig(has_pairs: bool = True, **options: Any) -> AsyncIterator[KvRig]:
+    """A router without engines; the arguments are those of KvRouter."""
     async with AsyncExitStack() as stack:
-        rig = KvRig(stack, has_pairs)
+        rig = KvRig(stack, has_pairs, **options)
         await rig.router.start()
         stack.push_async_callback(rig.router.stop)
         with rig.errors.raised():
