@@ -260,6 +260,10 @@ GAUGES = {
         "prefill_batch_tokens",
         "Prompt tokens per micro-batch that the policy aims at; 0 with one that has no such number",
     ),
+    "kv_push_threshold": (
+        "kv_push_threshold",
+        "Prompt tokens from which on KV is transferred during the prefill; 0 without --kv-push",
+    ),
 }
 """Gauges: field of the scheduler's statistics and help text, by name."""
 COUNTERS = {

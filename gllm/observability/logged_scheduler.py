@@ -195,6 +195,12 @@ class LoggedTransfers(SchedulerTransfers):
         self._write_kv_call("confirm_revocation", [ticket])
         super().confirm_revocation(ticket)
 
+    def set_push_threshold(self, num_tokens: int) -> None:
+        """Set the least length of prompts that can be fetched early; logged if it changes."""
+        if num_tokens != self.readable.threshold_tokens:
+            self._write_kv_call("set_push_threshold", [num_tokens])
+        super().set_push_threshold(num_tokens)
+
     def _write_kv_call(self, call: KvTransferCall, ids: list[int]) -> None:
         self._write(KvTransferEvent(self._clock(), call, ids))
 
@@ -283,3 +289,5 @@ def _replay_kv_call(transfers: SchedulerTransfers, event: KvTransferEvent) -> No
             transfers.release(event.ids)
         case "confirm_revocation":
             transfers.confirm_revocation(event.ids[0])
+        case "set_push_threshold":
+            transfers.set_push_threshold(event.ids[0])

@@ -37,6 +37,7 @@ KvTransferCall = Literal[
     "confirm_revocation",
     "hand_off",
     "keep_computed",
+    "set_push_threshold",
 ]
 """Calls of `SchedulerTransfers`, and of `hand_off` and `keep_computed` of Scheduler, that change
 the state of transfers, by names that never change in step logs: take_fetches is `start_fetches`,
@@ -206,7 +207,8 @@ class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
     ids: list[int] = []
     """Ids of sequences for calls about a fetch, otherwise of KV reservations (tickets). For
     `take_...` calls: those that the call returned; for `hand_off` and
-    `keep_computed` the sequence and its ticket, for the latter the number of tokens too."""
+    `keep_computed` the sequence and its ticket, for the latter
+    the number of tokens too; for `set_push_threshold` the number of tokens."""
     is_ok: bool = True
     """Argument of `finish_fetch`."""
 

@@ -92,7 +92,8 @@ STATE_SLOTS_PER_SEQ = 2
 or that it keeps. Fewer slots lower max_num_seqs."""
 
 DEFAULT_THRESHOLD_TOKENS = 512
-"""Prompt tokens from which on "Splitwise" sends KV per layer, on H100s."""
+"""Prompt tokens from which on "Splitwise" sends KV per layer, on H100s: the threshold until it is
+measured."""
 
 SPECULATION_WITH_STATES = (
     "speculative_config rejects tokens that are computed already, but this model has recurrent "
@@ -195,9 +196,10 @@ class SchedulerConfig:
         "preset (splitwise: layer), or off",
         choices=("auto", "off", "layer", "chunk"),
     )
-    kv_push_threshold: int = option(
-        DEFAULT_THRESHOLD_TOKENS,
-        "theta: kv_push is for prompts of at least so many tokens to compute",
+    kv_push_threshold: int | None = option(
+        None,
+        "theta: kv_push is for prompts of at least so many tokens to compute; default: as the "
+        f"measured transfers say, {DEFAULT_THRESHOLD_TOKENS} at first",
         ge=0,
         le=INT32_MAX,
     )
@@ -282,8 +284,14 @@ class SchedulerConfig:
 
     @property
     def push_threshold(self) -> int | None:
-        """Least prompt length in tokens for which KV can be fetched during prefill; None: never."""
-        return None if self.kv_push in ("auto", "off") else self.kv_push_threshold
+        """Least prompt length in tokens for which KV can be fetched during prefill; None: never.
+
+        Measurements change it later if none is configured.
+        """
+        if self.kv_push in ("auto", "off"):
+            return None
+        is_measured = self.kv_push_threshold is None
+        return DEFAULT_THRESHOLD_TOKENS if is_measured else self.kv_push_threshold
 
     @property
     def num_lanes(self) -> int:

@@ -216,7 +216,8 @@ class ReadablePrompts:
                 end; None: never.
             block_size: In tokens.
         """
-        self._threshold_tokens = threshold_tokens
+        self.threshold_tokens = threshold_tokens
+        """Least number of tokens to compute of prompts that can be fetched; None: none can."""
         self._block_size = block_size
         self.is_enabled = threshold_tokens is not None
         """True if prompts of some length can be fetched while they are computed."""
@@ -273,7 +274,7 @@ class ReadablePrompts:
 
     def _should_open(self, sequence: Sequence, row: ScheduledRow) -> bool:
         """Return True if a row is the first one of a prompt that is long enough."""
-        threshold = self._threshold_tokens
+        threshold = self.threshold_tokens
         if threshold is None or sequence.has_run or row.start != sequence.num_reused_tokens:
             return False
         return sequence.prompt_len - row.start >= threshold

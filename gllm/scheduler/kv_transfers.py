@@ -601,6 +601,14 @@ class SchedulerTransfers:
 
     # Tickets.
 
+    def set_push_threshold(self, num_tokens: int) -> None:
+        """Set the least number of tokens to compute of prompts that can be fetched meanwhile.
+
+        Nothing happens if prompts cannot be fetched before their end at all.
+        """
+        if self.readable.is_enabled:
+            self.readable.threshold_tokens = num_tokens
+
     def on_chunk_computed(self, sequence: Sequence, start: int) -> None:
         """Record the first computed chunk of a prompt with several chunks."""
         request = sequence.request

@@ -229,6 +229,9 @@ class SchedulerStats(NamedTuple):
     """Tokens of such sequences that were computed again."""
     prefill_batch_tokens: int = 0
     """Prompt tokens per micro-batch that the policy aims at; no counter."""
+    kv_push_threshold: int = 0
+    """Least prompt tokens to compute for a transfer of KV during the prefill; 0 without such
+    transfers; no counter."""
 
     @property
     def num_decoded_tokens(self) -> int:

@@ -353,6 +353,7 @@ class Scheduler:
             state_slots=0 if states is None else states.num_slots,
             used_state_slots=0 if states is None else states.num_used_slots,
             prefill_batch_tokens=self._policy.prefill_batch_tokens,
+            kv_push_threshold=self.transfers.readable.threshold_tokens or 0,
             **vars(self._counters)
             | {"accepted_per_position": tuple(self._counters.accepted_per_position)},
         )

@@ -233,6 +233,25 @@ def test_prefetches_are_checked() -> None:
         scheduler.transfers.prefetch(prefetch(), 0.0)
 
 
+def test_a_threshold_that_changes_is_logged_and_makes_the_same_pushes_again() -> None:
+    log = list[StepLogEvent]()
+    scheduler = LoggedScheduler(make_config(), log.append, lambda: 0.0)
+    scheduler.transfers.set_push_threshold(THETA)
+    assert not log, "it has not changed"
+    scheduler.transfers.set_push_threshold(5)
+    scheduler.add(pushed(5), 0.0)
+    scheduler.schedule(0.0)
+    assert scheduler.transfers.pop_readable()
+    again = Scheduler(make_config())
+    for event in log:
+        replay_event(again, event)
+    assert again.stats() == scheduler.stats()
+    assert again.stats().kv_push_threshold == 5
+    never = Scheduler(make_config(kv_push="off"))
+    never.transfers.set_push_threshold(5)
+    assert never.stats().kv_push_threshold == 0
+
+
 def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
     config, log = make_config(), list[StepLogEvent]()
     scheduler = LoggedScheduler(config, log.append, lambda: 0.0)

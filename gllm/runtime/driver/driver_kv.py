@@ -23,12 +23,15 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
 from gllm.transport.kv.break_even import FetchDecision
+from gllm.transport.kv.push_threshold import PushThreshold
 
 log = logging.getLogger(__name__)
 
 MIN_PREFILL_TOKENS = 1024
 """Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
 decodes alone say nothing about prefills."""
+MAX_PROMPTS = 4096
+"""Prompts whose transfers are measured at the same time; some may end without one."""
 SendMachineCommand = Callable[[kv_transfer.KvMachineCommand], None]
 """Sends to the first worker of another machine."""
 _NOTHING = kv_transfer.KvTransferTotals()
@@ -87,6 +90,17 @@ class DriverKv:
         self._decisions: dict[str, FetchDecision] = {}
         """Decisions on fetches, by the engine that has the blocks."""
         self._bytes_per_token = 0.0
+        config = scheduler.config
+        self._threshold: PushThreshold | None = None
+        """Measures from which length on prompts are transferred early; None if that is configured,
+        or none is."""
+        if config.push_threshold is not None and config.kv_push_threshold is None:
+            self._threshold = PushThreshold(config.push_threshold)
+        self._prompts: dict[int, None] = {}
+        """Tickets of the latest prompts for other engines whose prefill has not ended."""
+        self._held: dict[int, tuple[int, bool, float]] = {}
+        """Of tickets whose prompt is computed and which are not read to the end: its tokens, True
+        if it could be read before, and the time in seconds. For `_threshold`."""
         self._num_tokens_read_ahead = 0
         """Tokens of `SchedulerTransfers` that are reported as hits."""
 
@@ -118,6 +132,11 @@ class DriverKv:
     ) -> SchedulerRequest:
         """Return a scheduler request with the fields that describe its KV transfer."""
         source, num_tokens = message.kv_source, 0
+        if message.kv_ticket and self._threshold is not None:
+            self._transfers.set_push_threshold(self._threshold.next_threshold())
+            self._prompts[message.kv_ticket] = None
+            if len(self._prompts) > MAX_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
         if source is None and not message.kv_ticket and self.disk is not None:
             return self._add_disk_fields(request, self.disk)
         if source is not None:
@@ -214,6 +233,8 @@ class DriverKv:
             self._serve(readable)
         now = self._clock()
         for ticket in transfers.pop_revocations(now):
+            # What is revoked was not read to the end.
+            self._held.pop(ticket, None)
             if not self._movers.revoke(ticket, now):
                 transfers.confirm_revocation(ticket)
         for seq in transfers.pop_cancellations():
@@ -245,6 +266,10 @@ class DriverKv:
         if not self._movers.serve(command):
             self._transfers.confirm_revocation(ticket)
             return
+        if readable.step is None and ticket in self._prompts:
+            # What is kept of running sequences says nothing about prompts.
+            del self._prompts[ticket]
+            self._held[ticket] = readable.num_tokens, not readable.is_first, self._clock()
         if readable.is_first:
             self._totals += kv_transfer.KvTransferTotals(num_served=1, num_pushed=int(step > 0))
             if step:
@@ -309,7 +334,16 @@ class DriverKv:
                 case kv_transfer.KvFetched(seq) if seq in self._transfers.fetches:
                     self._finish(report)
                 case kv_transfer.KvRevoked(ticket):
+                    self._observe_read(ticket)
                     self._transfers.confirm_revocation(ticket)
+
+    def _observe_read(self, ticket: int) -> None:
+        """Learn from a ticket whose blocks are not read any more, if all of them were."""
+        held = self._held.pop(ticket, None)
+        if held is not None and self._threshold is not None:
+            num_tokens, is_pushed, since = held
+            now = self._clock()
+            self._threshold.observe(num_tokens, is_pushed, now - since, now)
 
     def _finish(self, message: kv_transfer.KvFetched) -> None:
         """End a fetch, and learn from its duration."""

@@ -35,7 +35,9 @@ class Fetching:
             tickets=(),
         )
         scheduler = SimpleNamespace(
-            transfers=transfers, stats=lambda: SchedulerStats(prefill_tokens=num_computed)
+            config=SchedulerConfig(),
+            transfers=transfers,
+            stats=lambda: SchedulerStats(prefill_tokens=num_computed),
         )
         self.kv = DriverKv(cast(Scheduler, scheduler), lambda report: None)
         self.kv.connect(self._sent.append)

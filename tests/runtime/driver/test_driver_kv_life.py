@@ -34,11 +34,12 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.driver.driver_kv import DriverKv
 from gllm.runtime.driver.kv_movers import ANSWER_SECONDS, MoverGroup
 from gllm.runtime.driver.staged_movers import StagedMovers
-from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.config import DEFAULT_THRESHOLD_TOKENS, SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.transport.descriptors import DescriptorError
+from gllm.transport.kv.push_threshold import LEAST_TOKENS, MOST_TOKENS, TRIAL_INTERVAL
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 24, 4, 64
 
@@ -90,13 +91,19 @@ class Life:
     With staging blocks the movers know nothing but those, and each of two workers copies.
     """
 
-    def __init__(self, seed: int, num_machines: int = 1, num_staging_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_machines: int = 1,
+        num_staging_blocks: int = 0,
+        kv_push_threshold: int | None = 12,
+    ) -> None:
         self.rng = Random(seed)
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
             expected_output_tokens=0,
             kv_push="off" if num_staging_blocks else "layer",
-            kv_push_threshold=12,
+            kv_push_threshold=kv_push_threshold,
             max_num_batched_tokens=16,
             max_prefill_tokens=8,
             min_prefill_tokens=4,
@@ -286,12 +293,20 @@ class Life:
 
 @settings(deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(1, 150), st.integers(1, 3), st.sampled_from([0, 0, 12, 30])
+    st.integers(0, 2**32),
+    st.integers(1, 150),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 12, 30]),
+    st.sampled_from([12, None]),
 )
 def test_blocks_that_a_mover_uses_are_not_free_and_all_return(
-    seed: int, num_events: int, num_machines: int, num_staging_blocks: int
+    seed: int,
+    num_events: int,
+    num_machines: int,
+    num_staging_blocks: int,
+    kv_push_threshold: int | None,
 ) -> None:
-    life = Life(seed, num_machines, num_staging_blocks)
+    life = Life(seed, num_machines, num_staging_blocks, kv_push_threshold)
     rng = life.rng
     weights = {
         "submit": 4,
@@ -436,3 +451,34 @@ def test_a_mover_that_answers_in_time_is_left_alone() -> None:
         life.turn()
     assert not life.num_stuck
     assert life.scheduler.kv_cache.free_share == 1
+
+
+@pytest.mark.parametrize(
+    ("serialized_seconds", "pushed_seconds", "threshold"),
+    [(1.0, 0.01, LEAST_TOKENS), (0.01, 1.0, MOST_TOKENS)],
+)
+def test_the_least_length_of_early_transfers_follows_the_measured_ones(
+    serialized_seconds: float, pushed_seconds: float, threshold: int
+) -> None:
+    life = Life(0, kv_push_threshold=None)
+    life.connect()
+    mover, num_pushed = life.mover, 0
+    assert mover is not None
+    assert life.scheduler.stats().kv_push_threshold == DEFAULT_THRESHOLD_TOKENS
+    num_prompts = 4 * TRIAL_INTERVAL - 2
+    for ticket in range(1, num_prompts + 1):
+        prompt = [ticket] * 40
+        message = SubmitRequest(ticket, prompt, SequenceSamplingParams(), 1, [], kv_ticket=ticket)
+        request = life.kv.add_transfer_fields(SchedulerRequest(ticket, prompt, 1), message)
+        life.scheduler.add(request, 0.0)
+        is_pushed = False
+        while ticket not in mover.served or mover.served[ticket].step:
+            life.turn()
+            is_pushed |= ticket in mover.served and mover.served[ticket].step > 0
+        num_pushed += is_pushed
+        life.now += pushed_seconds if is_pushed else serialized_seconds
+        life.answer()
+    life.kv.add_transfer_fields(request, message)
+    assert life.scheduler.stats().kv_push_threshold == threshold
+    # The other way is tried now and then.
+    assert 0 < min(num_pushed, num_prompts - num_pushed) <= TRIAL_INTERVAL

@@ -24,6 +24,7 @@ GAUGES = (
     "state_slots",
     "used_state_slots",
     "prefill_batch_tokens",
+    "kv_push_threshold",
 )
 COUNTERS = [
     name
