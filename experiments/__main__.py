@@ -66,6 +66,11 @@ EXPERIMENTS = {
 
 REAL = {"ablation": "real_ablation", "interference": "real_interference"}
 """Modules of experiments that also run on this machine's engine (`--real`)."""
+EMULATED_MODULES = {
+    "planners": "planners",
+    "interference": "emulated_interference",
+}
+"""Modules of experiments with a function `run_emulated`; the others serve simulated trials."""
 EMULATED = (
     "latency-vs-rate",
     "scalability",
@@ -75,7 +80,7 @@ EMULATED = (
     "volatility",
     "policies",
     "speculation",
-    "planners",
+    *EMULATED_MODULES,
 )
 """Experiments whose trials can be served on emulated devices (`--emulated`)."""
 RESUMABLE = ("planners",)
@@ -176,8 +181,9 @@ def run_experiment(name: str, values: argparse.Namespace) -> None:
     )
     stopwatch = Stopwatch(options.jobs)
     result: ExperimentResult
-    if values.emulated and name == "planners":
-        result = importlib.import_module("experiments.planners").run_emulated(options)
+    if values.emulated and name in EMULATED_MODULES:
+        module = importlib.import_module(f"experiments.{EMULATED_MODULES[name]}")
+        result = module.run_emulated(options)
     elif values.emulated:
         emulated = importlib.import_module("experiments.emulated")
         requests = values.requests or emulated.EMULATED[name].requests

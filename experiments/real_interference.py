@@ -7,10 +7,11 @@ computed, so that the next step has them all.
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from statistics import median
+from typing import Any
 
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.interference import (
@@ -62,10 +63,10 @@ class StepMeasurement:
         self._steps = plan.all_steps()
         self._rng = random.Random(0)
 
-    async def serve(self, engine: Engine, rounds: int) -> None:
-        """Let the engine compute every micro-batch in each round."""
+    async def serve(self, engine: Engine, rounds: int, steps: Sequence[MixedStep]) -> None:
+        """Let the engine compute micro-batches of the plan in each round."""
         for _ in range(rounds):
-            for step in self._steps:
+            for step in steps:
                 await self._serve_step(engine, step)
 
     async def _serve_step(self, engine: Engine, step: MixedStep) -> None:
@@ -123,26 +124,34 @@ class StepMeasurement:
         return found
 
 
-def measure_steps(plan: InterferencePlan, rounds: int, threads: int | None = None) -> StepTimes:
-    """Return the times of all micro-batches of a plan on the demo model.
+def measure_steps(plan: InterferencePlan, rounds: int, model: str, **options: Any) -> StepTimes:
+    """Return the times of all micro-batches of a plan on an engine of this machine.
+
+    Args:
+        plan: The micro-batches.
+        rounds: Times that each is computed at first.
+        model: Model of the engine.
+        options: Further options of the engine.
 
     Raises:
         RuntimeError: A micro-batch never had the wanted composition.
     """
     config = EngineConfig.from_options(
-        "demo",
+        model,
         policy="sarathi",
         max_num_batched_tokens=8192,
         prefix_cache=False,
         # While one step is computed, nothing else is planned: prompts that come then run together.
         max_in_flight=1,
-        threads=threads,
+        **options,
     )
     measurement = StepMeasurement(plan)
+    times: StepTimes = {}
+    missing = plan.all_steps()
     for count in (rounds, MAX_ROUNDS):
-        serve = partial(measurement.serve, rounds=count)
-        events = asyncio.run(run_logged(config, serve))
-        times = measurement.read_times(events)
+        serve = partial(measurement.serve, rounds=count, steps=missing)
+        found = measurement.read_times(asyncio.run(run_logged(config, serve)))
+        times |= {step: found[step] for step in missing if step in found}
         missing = [step for step in plan.all_steps() if step not in times]
         if not missing:
             return times
@@ -155,7 +164,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     # does other work too.
     plan, rounds, threads = (QUICK_PLAN, 2, 1) if options.quick else (PLAN, ROUNDS, None)
     name = "demo, this machine"
-    series = {name: measure_steps(plan, rounds, threads)}
+    series = {name: measure_steps(plan, rounds, "demo", threads=threads)}
     text = (
         f"The demo model on this machine at one stage, medians over {rounds} rounds or more. Times "
         "are those of the stage, from its step log.\n\n" + interference_tables(series, plan)

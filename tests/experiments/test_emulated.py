@@ -219,7 +219,7 @@ def test_pages(name: str, tmp_path: Path) -> None:
 
 
 def test_every_emulated_experiment_is_known() -> None:
-    assert set(EMULATED) == {*emulated.EMULATED, "planners"}
+    assert set(EMULATED) == {*emulated.EMULATED, "planners", "interference"}
 
 
 def test_only_some_experiments_are_emulated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,14 @@ def test_real_engine(tmp_path: Path) -> None:
     assert page.count("## ") == 5
 
 
+@pytest.mark.long
+def test_emulated_engine(tmp_path: Path) -> None:
+    assert main(["interference", "--emulated", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "interference-emulated.md").read_text()
+    assert "(as TetriInfer), served" in page
+    assert "largest difference of a served micro-batch from the simulated one" in page
+
+
 def test_a_length_prediction_delays_the_prefill_by_its_own_time() -> None:
     seconds = [predictor_seconds(num_tokens) for num_tokens in PREDICTED_PROMPTS]
     assert 0 < seconds[0] <= seconds[-1]
