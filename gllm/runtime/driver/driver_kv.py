@@ -99,8 +99,8 @@ class DriverKv:
         self._prompts: dict[int, None] = {}
         """Tickets of the latest prompts for other engines whose prefill has not ended."""
         self._held: dict[int, tuple[int, bool, float]] = {}
-        """Of tickets whose prompt is computed and which are not read to the end: its tokens, True
-        if it could be read before, and the time in seconds. For `_threshold`."""
+        """Tokens of each prompt that is computed and not read to the end, by ticket, True if it
+        could be read before, and the time in seconds. For `_threshold`."""
         self._num_tokens_read_ahead = 0
         """Tokens of `SchedulerTransfers` that are reported as hits."""
 

@@ -13,7 +13,7 @@ LEAST_TOKENS = 32
 MOST_TOKENS = 8192
 """Largest threshold, at which almost all prompts are transferred after their prefill."""
 TRIAL_INTERVAL = 16
-"""Of so many prompts, one is transferred the other way, so that both ways stay measured."""
+"""Prompts of which one is transferred the other way, so that both ways stay measured."""
 MARGIN = 1.1
 """Factor by which a transfer after the prefill has to end later: one during the prefill takes time
 of the prefill, which is not measured."""
