@@ -29,6 +29,7 @@ from gllm.kernels.grouped_weight import (
 )
 from gllm.kernels.linear_int8 import MAX_CODE, MIN_MAGNITUDE
 from gllm.kernels.native.library import (
+    NO_ACTIVATION,
     GroupedArguments,
     GroupedRowsArguments,
     GroupScalesArguments,
@@ -206,7 +207,9 @@ def _pack_codes(codes: Tensor, width: int) -> Tensor:
     return quads.contiguous().view(torch.int32)[..., 0]
 
 
-def multiply_panels(x: Tensor, part: PackedPart, bias: Tensor | None, out: Tensor) -> None:
+def multiply_panels(
+    x: Tensor, part: PackedPart, bias: Tensor | None, out: Tensor, gate: int = NO_ACTIVATION
+) -> None:
     """Write x W^T + b to out.
 
     Args:
@@ -214,9 +217,13 @@ def multiply_panels(x: Tensor, part: PackedPart, bias: Tensor | None, out: Tenso
         part: W [outputs, inputs].
         bias: b [outputs], of x's dtype.
         out: [tokens, outputs], of x's dtype or float32; outputs are neighbours.
+        gate: number of an activation of the compiled kernels, which multiply the second half of
+            the outputs by the activated first one, whole panels each; out is then
+            [tokens, outputs / 2], of x's dtype.
     """
     library = library_for(x, "linear_grouped")
     if library is None:
+        assert gate == NO_ACTIVATION, "only compiled kernels gate outputs"
         ordered = x if part.order is None else x.index_select(1, part.order)
         _multiply_reference(ordered, part, bias, out)
         return
@@ -225,7 +232,7 @@ def multiply_panels(x: Tensor, part: PackedPart, bias: Tensor | None, out: Tenso
             *(part.codes, part.table, _scales(part.scales), _scales(part.minimums)),
             *(x, bias, out),
             *(*x.shape, part.outputs, out.stride(0), part.layout.group),
-            *(part.layout.width, part.layout.zero),
+            *(part.layout.width, part.layout.zero, gate),
             *(x.dtype, out.dtype == torch.float32),
             order=part.order,
         )

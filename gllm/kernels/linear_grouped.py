@@ -20,6 +20,7 @@ from gllm.kernels.grouped_panels import (
     pack,
 )
 from gllm.kernels.grouped_weight import (
+    PANEL_OUTPUTS,
     GroupedWeight,
     dequantize_rows,
     quantize_to_4_bits,
@@ -27,7 +28,7 @@ from gllm.kernels.grouped_weight import (
     restore_order,
 )
 from gllm.kernels.grouped_words import GroupedStack, GroupedWords, pack_for_gpu, stack_words
-from gllm.kernels.native.library import library_for
+from gllm.kernels.native.library import ACTIVATIONS, library_for
 from gllm.kernels.native.program import make_contiguous
 from gllm.kernels.threads import using_torch_threads
 from gllm.kernels.weight_format import WeightFormat
@@ -88,6 +89,24 @@ class GroupedFormat(WeightFormat[GroupedMatrix]):
     ) -> Tensor:
         """Return x W^T + b, [tokens, outputs]; the arguments are as in `WeightFormat.multiply`."""
         return linear_grouped(x, matrix, bias, out)
+
+    def multiply_gated(
+        self, x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, activation: str
+    ) -> Tensor:
+        """Return act(gate(x)) * up(x), [tokens, outputs], in one kernel where there is one.
+
+        The bits are those of the two kernels one after the other.
+        """
+        part, gate = matrix.parts[0], ACTIVATIONS.get(activation)
+        is_whole = len(matrix.parts) == 1 and part.outputs % (2 * PANEL_OUTPUTS) == 0
+        if gate is None or not is_whole or not isinstance(part, PackedPart):
+            return super().multiply_gated(x, matrix, bias, activation)
+        library = library_for(x, "linear_grouped")
+        if library is None or library_for(x, "gate") is None:
+            return super().multiply_gated(x, matrix, bias, activation)
+        out = library.empty((len(x), part.outputs // 2), x.dtype)
+        multiply_panels(make_contiguous(x), part, bias, out, gate)
+        return out
 
     def lookup(self, matrix: GroupedMatrix, ids: Tensor) -> Tensor:
         """Return rows of the weight by index: ids [n] int64 to [n, inputs] of its dtype."""

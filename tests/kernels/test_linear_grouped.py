@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gllm.kernels.activation import act_and_mul
+from gllm.kernels.gated_linear import gated_linear, prepare_gated
 from gllm.kernels.grouped_panels import pack
 from gllm.kernels.grouped_weight import (
     GroupedRows,
@@ -242,6 +244,19 @@ def test_weights_of_two_kinds_stay_apart() -> None:
     matrix = packed([weight, *others])
     assert [part.outputs for part in matrix.parts] == [32] * 4
     assert len(packed([others[0], replace(weight, order=order.clone())]).parts) == 1
+
+
+@covers_builds(activation=["silu", "swiglu_oai"], outputs=[32, 160, 40], rows=[1, 5, 23])
+def test_gated_products_are_those_of_two_kernels(
+    way: str, activation: str, outputs: int, rows: int
+) -> None:
+    """One kernel multiplies and gates whole panels of outputs, without other bits."""
+    parts = [stored("Q4_K", random_rows("Q4_K", outputs, 256, seed)) for seed in (0, 1)]
+    bias = random(2, torch.bfloat16, 2 * outputs)
+    matrix = prepare_gated(parts, bias, activation)
+    x = random(3, torch.bfloat16, rows, 256)
+    expected = act_and_mul(activation, linear(x, matrix.gate_up, bias))
+    same_bits(gated_linear(x, matrix), expected)
 
 
 def test_many_rows_and_threads(way: str) -> None:

@@ -48,4 +48,8 @@ inline Vector gated(Vector gate, Vector up, int32_t kind) {
     return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
 }
 
+// output [size] = the gate and up projection of a row, combined (elementwise.cpp).
+template <class T>
+void gate_row(const T* gate, const T* up, T* output, int64_t size, int32_t kind);
+
 }  // namespace gllm

@@ -150,16 +150,8 @@ void rotate_and_store(const RotaryArguments& a) {
 template <class T>
 void gate(const GateArguments& a) {
     share_loop(a.threads, a.rows, a.rows * a.size >= PARALLEL, [&](int64_t row) {
-        const T* gate = static_cast<const T*>(a.gate) + row * a.gate_row;
-        const T* up = static_cast<const T*>(a.up) + row * a.up_row;
-        T* output = static_cast<T*>(a.output) + row * a.size;
-        int64_t i = 0;
-        for (; i + LANES <= a.size; i += LANES)
-            store(output + i, gated(load(gate + i), load(up + i), a.activation));
-        for (; i < a.size; ++i) {
-            const Vector first = broadcast(to_float(gate[i])), second = broadcast(to_float(up[i]));
-            assign(output[i], gated(first, second, a.activation)[0]);
-        }
+        gate_row(static_cast<const T*>(a.gate) + row * a.gate_row, static_cast<const T*>(a.up) + row * a.up_row,
+                 static_cast<T*>(a.output) + row * a.size, a.size, a.activation);
     });
 }
 
@@ -176,6 +168,21 @@ void activate(const ActivateArguments& a) {
 }
 
 }  // namespace
+
+template <class T>
+void gate_row(const T* gate, const T* up, T* output, int64_t size, int32_t kind) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(output + i, gated(load(gate + i), load(up + i), kind));
+    for (; i < size; ++i) {
+        const Vector first = broadcast(to_float(gate[i])), second = broadcast(to_float(up[i]));
+        assign(output[i], gated(first, second, kind)[0]);
+    }
+}
+
+template void gate_row(const float*, const float*, float*, int64_t, int32_t);
+template void gate_row(const bfloat16*, const bfloat16*, bfloat16*, int64_t, int32_t);
+template void gate_row(const float16*, const float16*, float16*, int64_t, int32_t);
+
 }  // namespace gllm
 
 extern "C" {

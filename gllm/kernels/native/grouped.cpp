@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 // A product that is rounded before it is added to is part of the definition.
 #ifdef __clang__
@@ -18,6 +20,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "activation.h"
 #include "grouped_codes.h"
 #include "grouped_amx.h"
 #include "eight_bits.h"
@@ -43,11 +46,14 @@ struct GroupedArguments {
     GroupScales scales, minimums;  // minimums.numbers: null without
     const void* x;     // [rows, inputs]
     const void* bias;  // [outputs], or null
-    void* output;      // [rows, outputs], output_row elements apart
+    void* output;      // [rows, outputs], or half as many where gated: output_row elements apart
     int64_t rows, inputs, outputs, output_row;
     int64_t group;  // inputs per scale: 16, or a multiple of BLOCK
     int32_t width;  // bits of a code: 4, 6, 8
     int32_t zero;   // is subtracted from codes
+    // Activation: NONE where nothing is gated. Else the first half of the outputs are gates, the second one what
+    // they are multiplied by, whole panels each; the output has the numbers' type.
+    int32_t gate;
     int32_t dtype, float_output, threads;
     const int64_t* order;  // [inputs]: the input that each column of codes multiplies, or null: its own
 };
@@ -105,10 +111,14 @@ int64_t tile_height(int64_t left, int64_t tallest) {
 // Parts of a block, each with a sum of its own.
 int64_t parts_of(int64_t group) { return group < BLOCK ? BLOCK / group : 1; }
 
+constexpr int64_t PIECE = 8;     // blocks whose scales are converted at once
+constexpr int64_t LONG_PIECE = 32;  // the same if many rows share them
+
 // Activations in blocks, those of the rows of a tile side by side.
 struct QuantizedRows {
     int64_t blocks, parts;
     int64_t tallest;         // rows of the largest tile
+    bool has_totals;         // totals of tiles for AMX, which are computed without starts
     Memory<int32_t> codes;   // of each tile [blocks, quads, rows], or [blocks, rows, quads] for AMX: four codes
     Memory<float> scales;    // of each tile [blocks, rows]
     Memory<int32_t> starts;  // of each tile [blocks, parts, rows]: -zero times the sum of the codes
@@ -116,42 +126,43 @@ struct QuantizedRows {
 
     template <class T>
     QuantizedRows(const GroupedArguments& a, const T* x)
-        : blocks(blocks_of(a.inputs)), parts(parts_of(a.group)), tallest(tallest_tile(a)) {
+        : blocks(blocks_of(a.inputs)), parts(parts_of(a.group)), tallest(tallest_tile(a)),
+          has_totals(a.minimums.numbers != nullptr) {
         const int64_t rows = a.rows, inputs = a.inputs;
         codes.resize(rows * blocks * (BLOCK / QUAD));
         scales.resize(rows * blocks + READ_BEYOND);
         starts.resize(rows * blocks * parts);
         totals.resize(rows * blocks * parts + READ_BEYOND);
-        share_loop(a.threads, rows, rows * inputs >= QUANTIZED_ALONE, [&](int64_t row) {
-            const int64_t tile = tile_of(row, rows), height = tile_height(chunk_end(row, rows) - tile, tallest);
-            for (int64_t block = 0; block < blocks; ++block) {
-                const int64_t first = block * BLOCK, count = std::min(inputs - first, BLOCK);
-                float numbers[BLOCK] = {};
-                if (a.order)
-                    for (int64_t i = 0; i < count; ++i)
-                        numbers[i] = to_float(x[row * inputs + a.order[first + i]]);
-                else
-                    convert(x + row * inputs + first, count, numbers);
-                quantize(numbers, row, block, tile, height, a.zero);
+        struct RowSpan {
+            int64_t first, height;
+        };
+        std::vector<RowSpan> tiles;
+        for (int64_t chunk = 0; chunk < rows; chunk += ROW_CHUNK)
+            for (int64_t first = chunk, end = std::min(chunk + ROW_CHUNK, rows); first < end;) {
+                tiles.push_back({first, tile_height(end - first, tallest)});
+                first += tiles.back().height;
             }
+        // The codes of a tile are written in their order: lines that several rows share are fetched once.
+        const int64_t spans = (blocks + LONG_PIECE - 1) / LONG_PIECE;
+        const int64_t count = static_cast<int64_t>(tiles.size()) * spans;
+        share_loop(a.threads, count, rows * inputs >= QUANTIZED_ALONE, [&](int64_t task) {
+            const auto [tile, height] = tiles[task / spans];
+            const int64_t begin = task % spans * LONG_PIECE;
+            for (int64_t block = begin; block < std::min(begin + LONG_PIECE, blocks); ++block)
+                for (int64_t row = tile; row < tile + height; ++row) {
+                    const int64_t first = block * BLOCK, left = std::min(inputs - first, BLOCK);
+                    float numbers[BLOCK] = {};
+                    if (a.order)
+                        for (int64_t i = 0; i < left; ++i)
+                            numbers[i] = to_float(x[row * inputs + a.order[first + i]]);
+                    else
+                        convert(x + row * inputs + first, left, numbers);
+                    quantize(numbers, row, block, tile, height, a.zero);
+                }
         });
     }
 
   private:
-    // The end of the rows that are multiplied in one task.
-    static int64_t chunk_end(int64_t row, int64_t rows) {
-        return std::min(row / ROW_CHUNK * ROW_CHUNK + ROW_CHUNK, rows);
-    }
-
-    // The first row of a row's tile.
-    int64_t tile_of(int64_t row, int64_t rows) const {
-        const int64_t end = chunk_end(row, rows);
-        int64_t first = row / ROW_CHUNK * ROW_CHUNK;
-        first += (row - first) / tallest * tallest;
-        while (first + tile_height(end - first, tallest) <= row) first += tile_height(end - first, tallest);
-        return first;
-    }
-
     template <class T>
     static void convert(const T* x, int64_t count, float* numbers) {
         int64_t i = 0;
@@ -160,42 +171,44 @@ struct QuantizedRows {
     }
 
     void quantize(const float* numbers, int64_t row, int64_t block, int64_t tile, int64_t height, int32_t zero) {
-        int64_t i;
-        uint32_t bits = 0;
+        constexpr int VECTORS_OF_BLOCK = BLOCK / LANES;
         Words most{};
-        for (i = 0; i < BLOCK; i += LANES) {
-            const Words size = as<Words>(load(numbers + i)) & 0x7fffffff;
+        unrolled<VECTORS_OF_BLOCK>([&](auto v) {
+            const Words size = as<Words>(load(numbers + v * LANES)) & 0x7fffffff;
             most = size > most ? size : most;
-        }
-        for (int lane = 0; lane < LANES; ++lane) bits = std::max<uint32_t>(bits, most[lane]);
+        });
+        const uint32_t bits = largest_word(most);
         const float largest = as<float>(bits);
         const bool finite = bits < 0x7f800000, counts = finite && largest >= SMALLEST;
         const float scale = finite ? largest / LARGEST : NAN;
-        const int64_t at = tile * blocks + block * height + row - tile;
-        scales[at] = scale;
-        int32_t whole[BLOCK] = {};
-        if (counts) {
-            const float inverse = LARGEST / largest;
-            // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
-            for (i = 0; i < BLOCK; i += LANES) {
-                const Words shifted = as<Words>(load(numbers + i) * inverse + 12582912.0f);
-                const Words made = shifted - 0x4b400000u;
-                std::memcpy(whole + i, &made, sizeof(made));
-            }
-        }
+        const float inverse = counts ? LARGEST / largest : 0.0f;
+        const int64_t at = tile * blocks + block * height, place = at + row - tile;
+        scales[place] = scale;
+        Integers whole[VECTORS_OF_BLOCK];
         int8_t bytes[BLOCK];
-        for (i = 0; i < BLOCK; ++i) bytes[i] = static_cast<int8_t>(whole[i]);
-        int32_t* to = codes.data() + (tile * blocks + block * height) * (BLOCK / QUAD);
-        if (height > HEIGHTS[0])
+        unrolled<VECTORS_OF_BLOCK>([&](auto v) {
+            // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
+            const Vector number = counts ? load(numbers + v * LANES) : Vector{};
+            const Words made = as<Words>(number * inverse + 12582912.0f) - 0x4b400000u;
+            whole[v] = (Integers)made;
+            const Bytes low = low_bytes(made);
+            std::memcpy(bytes + v * LANES, &low, sizeof(low));
+        });
+        int32_t* to = codes.data() + at * (BLOCK / QUAD);
+        if (height > HEIGHTS[0]) {
             std::memcpy(to + (row - tile) * (BLOCK / QUAD), bytes, BLOCK);
-        else
-            for (i = 0; i < BLOCK / QUAD; ++i) std::memcpy(to + row - tile + i * height, bytes + i * QUAD, QUAD);
-        for (int64_t part = 0, size = BLOCK / parts; part < parts; ++part) {
-            int32_t sum = 0;
-            for (i = part * size; i < (part + 1) * size; ++i) sum += whole[i];
-            const int64_t place = (tile * blocks + block * height) * parts + part * height + row - tile;
-            starts[place] = -zero * sum;
-            totals[place] = static_cast<float>(sum) * scale;
+            if (!has_totals) return;
+        } else {
+            for (int64_t i = 0; i < BLOCK / QUAD; ++i)
+                std::memcpy(to + row - tile + i * height, bytes + i * QUAD, QUAD);
+        }
+        for (int64_t part = 0, size = VECTORS_OF_BLOCK / parts; part < parts; ++part) {
+            Integers all{};
+            for (int64_t v = part * size; v < (part + 1) * size; ++v) all += whole[v];
+            const float sum_of_codes = sum(__builtin_convertvector(all, Vector));
+            const int64_t where = at * parts + part * height + row - tile;
+            starts[where] = -zero * static_cast<int32_t>(sum_of_codes);
+            totals[where] = sum_of_codes * scale;
         }
     }
 };
@@ -266,8 +279,6 @@ struct Tile {
 #endif
 };
 
-constexpr int64_t PIECE = 8;     // blocks whose scales are converted at once
-constexpr int64_t LONG_PIECE = 32;  // the same if many rows share them
 constexpr int64_t AHEAD = 4096;  // bytes from the weights that are multiplied to those that are fetched
 
 // VECTORS * LANES sums from `first` on, of HEIGHT rows.
@@ -431,9 +442,9 @@ struct Kernels {
 class GroupedProduct {
   public:
     GroupedProduct(const GroupedArguments& given, const QuantizedRows& rows)
-        : a(given), x(rows), kernels(a.width, a.table, a.group), panels((a.outputs + PANEL - 1) / PANEL),
-          chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK),
-          most(std::max<int64_t>(1, std::min(MOST_PANELS, panels * chunks / (4 * a.threads)))) {
+        : a(given), x(rows), kernels(a.width, a.table, a.group), halves(a.gate == NONE ? 1 : 2),
+          panels((a.outputs / halves + PANEL - 1) / PANEL), chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK),
+          most(std::max<int64_t>(1, std::min(MOST_PANELS, halves * panels * chunks / (4 * a.threads)) / halves)) {
         if (a.table) table = Table(a.table);
     }
 
@@ -452,20 +463,35 @@ class GroupedProduct {
     const GroupedArguments& a;
     const QuantizedRows& x;
     const Kernels kernels;
-    const int64_t panels, chunks;
-    const int64_t most;  // panels of a task
+    const int64_t halves;          // 2 where gated
+    const int64_t panels, chunks;  // panels of a half
+    const int64_t most;            // panels of a task, of each half
     Table table;
 
     template <class T, class Out>
     void multiply_panels(int64_t panel, int64_t end, int64_t first, int64_t rows) const {
         static thread_local Memory<float> sums;
-        const int64_t size = (rows + READ_BEYOND) * PANEL;
-        sums.assign((end - panel) * size, 0.0f);
-        for (int64_t p = panel; p < end; ++p) multiply_panel(p, first, rows, sums.data() + (p - panel) * size);
+        const int64_t size = (rows + READ_BEYOND) * PANEL, count = end - panel;
+        sums.assign(halves * count * size, 0.0f);
+        for (int64_t i = 0; i < halves * count; ++i)
+            multiply_panel(i / count * panels + panel + i % count, first, rows, sums.data() + i * size);
+        const auto write_half = [&](int64_t half, int64_t r, auto* to) {
+            for (int64_t i = 0; i < count; ++i)
+                write<T>(half * panels + panel + i, sums.data() + (half * count + i) * size + r * PANEL,
+                         to + i * PANEL);
+        };
         // Row by row: the rows of the output are on pages of their own.
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t p = panel; p < end; ++p)
-                write<T, Out>(first + r, p, sums.data() + (p - panel) * size + r * PANEL);
+        for (int64_t r = 0; r < rows; ++r) {
+            Out* to = static_cast<Out*>(a.output) + (first + r) * a.output_row + panel * PANEL;
+            if (halves == 1) {
+                write_half(0, r, to);
+            } else if constexpr (std::is_same_v<T, Out>) {
+                T numbers[2][MOST_PANELS / 2 * PANEL];
+                write_half(0, r, numbers[0]);
+                write_half(1, r, numbers[1]);
+                gate_row(numbers[0], numbers[1], to, count * PANEL, a.gate);
+            }
+        }
     }
 
     // sums [rows, PANEL]: of some rows and a panel, at zero.
@@ -527,10 +553,9 @@ class GroupedProduct {
     }
 
     template <class T, class Out>
-    void write(int64_t row, int64_t panel, const float* sums) const {
+    void write(int64_t panel, const float* sums, Out* to) const {
         const int64_t first = panel * PANEL, count = std::min(a.outputs - first, PANEL);
         const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
-        Out* to = static_cast<Out*>(a.output) + row * a.output_row + first;
         int64_t i = 0;
         for (; i + LANES <= count; i += LANES) {
             const Vector sum = load(sums + i);

@@ -58,8 +58,7 @@ uint32_t largest_bits(const T* x, int64_t size) {
         const Words bits = as<Words>(load(x + i)) & 0x7fffffff;
         most = bits > most ? bits : most;
     }
-    uint32_t result = 0;
-    for (int lane = 0; lane < LANES; ++lane) result = std::max<uint32_t>(result, most[lane]);
+    uint32_t result = largest_word(most);
     for (; i < size; ++i) result = std::max(result, as<uint32_t>(to_float(x[i])) & 0x7fffffff);
     return result;
 }

@@ -3,38 +3,13 @@
 // There is one implementation per instruction set. All give the same sums: none saturates.
 #pragma once
 
-#include "simd.h"
+#include "eight_bits.h"
 
 namespace gllm {
 
 constexpr int64_t GROUP = 4;   // inputs that are multiplied and summed at once
 constexpr int64_t PANEL = 64;  // outputs whose weights lie together, group by group
 constexpr int32_t ZERO = 128;  // the code of an activation of 0
-
-typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
-
-#if defined(__SSE2__) && !defined(__AVX512F__)
-inline Bytes first_bytes(__m128i all) {
-    Bytes bytes;
-    std::memcpy(&bytes, &all, sizeof(bytes));
-    return bytes;
-}
-#endif
-
-// The lowest byte of each word.
-inline Bytes low_bytes(Words words) {
-#if defined(__AVX512F__)
-    return (Bytes)_mm512_cvtepi32_epi8((__m512i)words);
-#elif defined(__SSE2__)
-    const auto halves = narrowed(words & 0xff);
-    __m128i wide{};
-    std::memcpy(&wide, &halves, sizeof(halves));
-    wide = _mm_packus_epi16(wide, wide);
-    return first_bytes(wide);
-#else
-    return __builtin_convertvector(words, Bytes);
-#endif
-}
 
 // The codes of a group.
 inline int32_t word_of(const uint8_t* from) {

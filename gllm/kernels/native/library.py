@@ -379,7 +379,7 @@ class GroupedArguments(KernelArguments):
         ("scales minimums", GroupScalesArguments),
         ("x bias output", Pointer),
         ("rows inputs outputs output_row group", Long),
-        ("width zero dtype float_output threads", Int),
+        ("width zero gate dtype float_output threads", Int),
         ("order", Pointer),
     )
 
