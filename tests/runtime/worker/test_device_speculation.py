@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.options.field_types import FieldError
 from tests.runtime.worker.test_device_grammars import GRAMMAR, save_with_bytes
 from tests.runtime.worker.test_device_resume import PROMPT, reported, stages_on
 from tests.runtime.worker.test_device_sampling import LOOKING
@@ -101,6 +102,11 @@ def test_choices_that_guess_what_the_others_wrote(queues: FakeQueues, folder: Pa
     guessed = run_undisturbed(stages, request)
     assert [reported(output) for output in guessed[-1]] == whole
     assert len(guessed) < len(snapshots)
+
+
+def test_drafts_with_weights_are_refused(queues: FakeQueues, folder: Path) -> None:
+    with pytest.raises(FieldError, match="method mtp drafts with weights, which GPUs do not"):
+        stages_on(queues, folder, 1, speculative_config={"method": "mtp"})
 
 
 def test_sequences_with_a_grammar_have_no_guesses(queues: FakeQueues, folder: Path) -> None:

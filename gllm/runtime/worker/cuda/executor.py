@@ -154,8 +154,11 @@ class CudaExecutor(Executor):
             num_ranks: workers of the stage.
 
         Raises:
-            FieldError: the model cannot be computed by a GPU, or as Executor does.
+            FieldError: a GPU cannot compute the model or its drafts, or as Executor does.
         """
+        speculation = engine_config.scheduler.speculative_config
+        if speculation is not None and speculation.is_drafted_by_stage:
+            raise FieldError("speculative_config", STAGE_DRAFTS_ON_GPU.format(speculation.method))
         super().__init__(
             model_config,
             engine_config,
@@ -166,9 +169,6 @@ class CudaExecutor(Executor):
             num_ranks=num_ranks,
             gpu_capability=runtime.capability,
         )
-        speculation = engine_config.scheduler.speculative_config
-        if speculation is not None and speculation.is_drafted_by_stage:
-            raise FieldError("speculative_config", STAGE_DRAFTS_ON_GPU.format(speculation.method))
         if self.model.is_bidirectional:
             raise FieldError("device", BIDIRECTIONAL_ON_GPU)
         if (limit := self.model.num_selected) is not None:
