@@ -471,10 +471,11 @@ def is_void(sampling: SamplingMetadata, window: SampledWindow) -> bool:
 def list_discarded_rows(
     sampling: SamplingMetadata, tokens: list[int], errors: list[str]
 ) -> set[int]:
-    """Return the rows whose sample is no token of the text: those of void windows, and others
-    behind a wrong guess or before an error of a later row.
+    """Return the rows of windows whose sample is no token of the text.
 
-    Has to be called before `to_sampled_tokens`, if all rows of windows are sampled at once.
+    These are all rows of a void window, and in others those behind a wrong guess and those from an
+    error on that is not in the first row. Has to be called before `to_sampled_tokens`, if all rows
+    of windows are sampled at once.
 
     Args:
         sampling: sampling rows of the step.
