@@ -59,9 +59,9 @@ INDEXER_ON_GPU = (
     "device cuda does not select keys by an indexer (sparse attention), which this model does in "
     "texts of more than {0} tokens: set --max-model-len {0} or less, or choose --device cpu"
 )
-SPECULATION_ON_GPU = (
-    "speculative_config: speculation has no sampler for GPUs: set device to cpu, or leave "
-    "speculative_config out"
+STAGE_DRAFTS_ON_GPU = (
+    "speculative_config: method {0} drafts with weights, which GPUs do not compute yet: choose "
+    "method ngram, or set device to cpu"
 )
 WEIGHT_CACHE_ON_GPU = (
     "weight_cache has weights as the kernels of CPUs read them: leave it out, or set device to cpu"
@@ -365,8 +365,6 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         """Check `speculative_config` against the device."""
         config = self.scheduler.speculative_config
-        if config is not None and self.device == "cuda":
-            raise FieldError("speculative_config", SPECULATION_ON_GPU)
         if config is not None and config.method == "synthetic" and not self.is_emulated:
             raise FieldError(
                 "speculative_config",
@@ -375,6 +373,8 @@ class EngineConfig:
             )
         if config is None or not config.is_drafted_by_stage:
             return
+        if self.device == "cuda":
+            raise FieldError("speculative_config", STAGE_DRAFTS_ON_GPU.format(config.method))
         if self.is_emulated:
             raise FieldError(
                 "speculative_config",

@@ -121,6 +121,7 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     is_kv_on_disk: bool = False
     client: str = ""
     session: str = ""
+    allows_guesses: bool = True
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):

@@ -68,6 +68,8 @@ class SchedulerRequest(NamedTuple):
     """Name of the client that sent the request, such as the number of its API key."""
     session: str = ""
     """Name of the conversation among those of the client; empty: known by its prompt."""
+    allows_guesses: bool = True
+    """False if the sampler cannot verify guesses of its tokens."""
 
     @property
     def is_fleet_handoff(self) -> bool:

@@ -431,6 +431,8 @@ class Speculation:
             return {sequence.seq for sequence in decodes if sequence.draft_token_ids}
         due = set()
         for sequence in decodes:
+            if not sequence.request.allows_guesses:
+                continue
             state = self._state_of(sequence)
             if state.pause.is_over(len(decodes)):
                 due.add(sequence.seq)
@@ -675,7 +677,7 @@ class Speculation:
         """
         num_left = sequence.prompt_len + sequence.request.max_tokens - 1 - start
         num_tokens = min(self._config.num_speculative_tokens + is_continued, num_left)
-        if num_tokens < 1:
+        if num_tokens < 1 or not sequence.request.allows_guesses:
             return []
         drafter = self._state_of(sequence).drafter
         return drafter.draft(sequence.token_ids, sequence.guesses, num_tokens)

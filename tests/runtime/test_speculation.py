@@ -1,9 +1,6 @@
 """Stages that verify guesses compute the same outputs, bit by bit, and after a death as well."""
 
-from array import array
-from collections.abc import Sequence
 from functools import cache
-from random import Random
 
 import pytest
 
@@ -17,23 +14,10 @@ from tests.support.engines.epochs import (
     run_undisturbed,
     stages_on_cpu,
 )
+from tests.support.engines.knowing_drafter import KnowingDrafter
 from tests.support.text.grammar_writing import FOLDER
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
-
-
-class KnowingDrafter:
-    """Guesses the rest of a known output; some tokens are wrong."""
-
-    def __init__(self, outputs: list[list[int]], acceptance: float) -> None:
-        self._outputs, self._acceptance, self._rng = outputs, acceptance, Random(3)
-
-    def draft(self, token_ids: "array[int]", guesses: Sequence[int], num_tokens: int) -> list[int]:
-        """The next tokens of the first output that begins as this one."""
-        known = [*token_ids[len(PROMPT) :], *guesses]
-        matching = [tokens for tokens in self._outputs if tokens[: len(known)] == known]
-        drafts = matching[0][len(known) :][:num_tokens] if matching else []
-        return [token if self._rng.random() < self._acceptance else 7 for token in drafts]
 
 
 @cache
@@ -45,7 +29,7 @@ def speculating_stages(num_stages: int, **options: object) -> Stages:
 def knowing(num_stages: int, outputs: list[list[int]], acceptance: float) -> Stages:
     """Stages whose drafter knows the output of a request."""
     stages = speculating_stages(num_stages)
-    drafter = KnowingDrafter(outputs, acceptance)
+    drafter = KnowingDrafter(len(PROMPT), outputs, acceptance)
     stages.create_drafter = lambda config: drafter
     return stages
 

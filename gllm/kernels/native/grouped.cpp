@@ -3,8 +3,8 @@
 //
 // Weights stay packed in memory; a panel's are read once for up to ROW_CHUNK rows. The sum of each output
 // is made group by group, whatever the number of rows, and rounded as in the reference implementation
-// (gllm/kernels/grouped_panels.py). More rows than a tile of vectors has are multiplied by AMX where the
-// build has it.
+// (gllm/kernels/grouped_panels.py). Enough rows to fill a tile for AMX are multiplied by it where the build
+// has it.
 
 #include <algorithm>
 #include <cmath>
@@ -83,11 +83,12 @@ constexpr int VECTORS = 1;
 constexpr int64_t HEIGHTS[] = {4, 3, 2, 1};
 #endif
 
-// Rows of a tile for AMX, and numbers that are read behind the last row of one.
+// Most rows of a tile for AMX, the fewest for which it is faster than tiles of vectors (it takes as long as with
+// TALL rows), and numbers that are read behind the last row of one.
 #ifdef GLLM_AMX
-constexpr int64_t TALL = amx::TILE, READ_BEYOND = amx::TILE;
+constexpr int64_t TALL = amx::TILE, LEAST_TALL = 14, READ_BEYOND = amx::TILE;
 #else
-constexpr int64_t TALL = HEIGHTS[0], READ_BEYOND = 0;
+constexpr int64_t TALL = HEIGHTS[0], LEAST_TALL = TALL + 1, READ_BEYOND = 0;
 #endif
 
 // The rows of the largest tile: TALL, or HEIGHTS[0] if codes without zero do not fit into 8 bits with a sign.
@@ -102,7 +103,7 @@ int64_t tallest_tile(const GroupedArguments& a) {
 
 // Rows of the tile that begins with a row, of which `left` are left.
 int64_t tile_height(int64_t left, int64_t tallest) {
-    if (tallest > HEIGHTS[0] && left > HEIGHTS[0]) return std::min(left, tallest);
+    if (tallest > HEIGHTS[0] && left >= LEAST_TALL) return std::min(left, tallest);
     const int64_t* height = HEIGHTS;
     while (*height > left) ++height;
     return *height;

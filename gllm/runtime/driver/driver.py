@@ -234,6 +234,7 @@ class Driver:
         num_workers: int = 1,
         hash_file: HashFile | None = None,
         has_kv_disk: bool = False,
+        verifies_grammars: bool = True,
     ) -> None:
         """Create the driver.
 
@@ -258,6 +259,8 @@ class Driver:
             hash_file: copy of the prefix cache's hashes that outlives this driver; None if no later
                 driver can use the blocks.
             has_kv_disk: True if the KV movers keep blocks of the prefix cache on disk.
+            verifies_grammars: True if the last stage can verify guesses of sequences with a
+                grammar; otherwise these have none.
         """
         self.kv: DriverKv | None = None
         """Transfers of KV blocks; None if every request is computed here."""
@@ -286,6 +289,7 @@ class Driver:
         self._plan_record = plan_record
         self._vocab_size = vocab_size
         self._last_stage_needs_prompts = last_stage_needs_prompts
+        self._verifies_grammars = verifies_grammars
         self._all_stages_need_prompts = all_stages_need_prompts
         self.scheduler = scheduler
         self._first_stage = first_stage
@@ -399,6 +403,7 @@ class Driver:
             predicted_output_tokens=message.predicted_output_tokens,
             client=message.client,
             session=message.session,
+            allows_guesses=self._verifies_grammars or not message.sampling.grammar,
         )
         if self.kv is not None:
             request = self.kv.add_transfer_fields(request, message)

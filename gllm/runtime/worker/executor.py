@@ -126,6 +126,8 @@ class Executor(ABC):
     """True if the times of steps are those that the host or the device measures."""
     needs_all_prompts = False
     """True if the stage that samples needs the prompts of all sequences."""
+    verifies_grammars = True
+    """True if windows of draft tokens may have a grammar: each row waits for the sample before."""
     keeps_weights = True
     """True if `load` can take over the weights of a closed executor in the same process."""
     weight_bytes = 0

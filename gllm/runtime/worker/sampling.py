@@ -5,7 +5,7 @@ logits into tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -313,6 +313,16 @@ class SampledWindow(NamedTuple):
             return None
         return last + 1 if tokens[last] == self.draft_token_ids[num_rows - 1] else None
 
+    def count_rows_of_text(self, tokens: list[int], errors: list[str]) -> int:
+        """Return how many leading rows sample a token of the text, or its error in the first row.
+
+        All rows are sampled; see `next_row` for the arguments.
+        """
+        num_rows = 1
+        while (row := self.next_row(tokens, errors, num_rows)) is not None and not errors[row]:
+            num_rows += 1
+        return num_rows
+
 
 def create_window(row: ScheduledRow, first_row: int) -> SampledWindow:
     """Return the sampling rows of a row of a plan.
@@ -458,6 +468,29 @@ def is_void(sampling: SamplingMetadata, window: SampledWindow) -> bool:
     return window.previous_guess is not None and sampling.states[first].last_sample != last_sample
 
 
+def list_discarded_rows(
+    sampling: SamplingMetadata, tokens: list[int], errors: list[str]
+) -> set[int]:
+    """Return the rows of windows whose sample is no token of the text.
+
+    These are all rows of a void window, and in others those behind a wrong guess and those from an
+    error on that is not in the first row. Has to be called before `to_sampled_tokens`, if all rows
+    of windows are sampled at once.
+
+    Args:
+        sampling: sampling rows of the step.
+        tokens: sampled token of each row.
+        errors: error of each row.
+    """
+    discarded: set[int] = set()
+    for window in sampling.windows:
+        num_rows = 0
+        if not is_void(sampling, window):
+            num_rows = window.count_rows_of_text(tokens, errors)
+        discarded.update(window.rows[num_rows:])
+    return discarded
+
+
 def _verify_window(
     sampling: SamplingMetadata, output: SampleOutput, window: SampledWindow
 ) -> SampledToken | None:
@@ -470,9 +503,7 @@ def _verify_window(
         state.last_sample = None
         return None
     tokens, errors = output.tokens, output.errors
-    num_rows = 1
-    while (row := window.next_row(tokens, errors, num_rows)) is not None and not errors[row]:
-        num_rows += 1
+    num_rows = window.count_rows_of_text(tokens, errors)
     last = first + num_rows - 1
     is_whole = num_rows > len(window.draft_token_ids) and not errors[last]
     state.last_sample = (sampling.output_indices[last], tokens[last]) if is_whole else None
@@ -571,7 +602,10 @@ def num_top_logprobs(sampling: SamplingMetadata) -> int:
 
 
 def build_logprob_details(
-    scores: list[TokenLogprobs], sampling: SamplingMetadata, errors: list[str]
+    scores: list[TokenLogprobs],
+    sampling: SamplingMetadata,
+    errors: list[str],
+    discarded_rows: Container[int] = (),
 ) -> list[SampleDetails]:
     """Return the requested log-probabilities of each row; rows with an error have none.
 
@@ -579,10 +613,11 @@ def build_logprob_details(
         scores: log-probabilities of the rows in `sampling.logprob_rows`, in this order.
         sampling: sampling rows of the step.
         errors: error of each sampling row; empty for none.
+        discarded_rows: rows whose sample is no token of the text, and which have none either.
     """
     details = []
     for row, score in zip(sampling.logprob_rows, scores, strict=True):
-        if not errors[row]:
+        if not errors[row] and row not in discarded_rows:
             state = sampling.states[row]
             count = state.params.logprobs
             sampled = None if count is None else _keep_top(score, count)

@@ -378,6 +378,7 @@ class StageInstance:
             all_stages_need_prompts=executor.model.per_layer_embedding is not None,
             hash_file=self._hash_file,
             has_kv_disk=assignment.config.kv_cache_disk is not None,
+            verifies_grammars=executor.verifies_grammars,
         )
         if self._driver.kv is not None:
             self._driver.kv.fetch_choice = assignment.config.kv_fetch

@@ -50,8 +50,10 @@ def stages_on(queues: FakeQueues, folder: Path, num_stages: int, **options: Any)
     config = EngineConfig.from_options(
         str(folder), **{"block_size": BLOCK_SIZE, "max_model_len": LONGEST} | CHUNKED | options
     )
+    guesses = options.get("speculative_config")
     executors = [
-        executor_on(queues, folder, stage, num_stages, graphs=4) for stage in range(num_stages)
+        executor_on(queues, folder, stage, num_stages, graphs=4, speculative_config=guesses)
+        for stage in range(num_stages)
     ]
     scheduler = config.scheduler.resolve(num_stages, NUM_BLOCKS, LONGEST)
     return Stages(executors, scheduler, True, queues.synchronize)

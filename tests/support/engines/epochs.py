@@ -161,6 +161,7 @@ class Epoch:
             self,
             stages.keeps_tokens,
             self._stages[0].model.vocab_size,
+            verifies_grammars=self._stages[0].verifies_grammars,
         )
         message, choices = request.submission(stages.next_seq, outputs)
         self._choices = dict(enumerate(choices, start=stages.next_seq))

@@ -25,7 +25,7 @@ from torch.nn import functional
 from gllm.config.engine import (
     BIDIRECTIONAL_ON_GPU,
     INDEXER_ON_GPU,
-    SPECULATION_ON_GPU,
+    STAGE_DRAFTS_ON_GPU,
     EngineConfig,
 )
 from gllm.kernels.attention_backends import BACKENDS
@@ -122,6 +122,7 @@ class CudaExecutor(Executor):
 
     is_asynchronous = True
     needs_all_prompts = True
+    verifies_grammars = False
     keeps_weights = False
     _prepare_seconds = _compute_seconds = 0.0
     """Host time, each on a thread of its own."""
@@ -153,8 +154,11 @@ class CudaExecutor(Executor):
             num_ranks: workers of the stage.
 
         Raises:
-            FieldError: speculation is on, or as Executor does.
+            FieldError: a GPU cannot compute the model or its drafts, or as Executor does.
         """
+        speculation = engine_config.scheduler.speculative_config
+        if speculation is not None and speculation.is_drafted_by_stage:
+            raise FieldError("speculative_config", STAGE_DRAFTS_ON_GPU.format(speculation.method))
         super().__init__(
             model_config,
             engine_config,
@@ -165,8 +169,6 @@ class CudaExecutor(Executor):
             num_ranks=num_ranks,
             gpu_capability=runtime.capability,
         )
-        if self._speculates:
-            raise FieldError("speculative_config", SPECULATION_ON_GPU)
         if self.model.is_bidirectional:
             raise FieldError("device", BIDIRECTIONAL_ON_GPU)
         if (limit := self.model.num_selected) is not None:
@@ -218,7 +220,9 @@ class CudaExecutor(Executor):
         assert max_tokens is not None
         assert max_in_flight is not None
         max_steps = max_in_flight * scheduler.num_lanes
-        max_rows = min(max_tokens, scheduler.max_num_seqs)
+        speculation = scheduler.speculative_config
+        row_samples = 1 if speculation is None else 1 + speculation.num_speculative_tokens
+        max_rows = min(max_tokens, row_samples * scheduler.max_num_seqs)
         runtime = self._runtime
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._max_blocks = -(-self._max_model_len // scheduler.block_size)
@@ -552,12 +556,14 @@ class CudaExecutor(Executor):
 
     def _plan_sampling(self, plan: StepPlan, batch: Batch) -> SamplerInputs:
         """Build the sampler's inputs of a step; they are empty without the sampler."""
-        sampled = [i for i, row in enumerate(plan.rows) if row.should_sample and self.has_sampler]
-        num_tokens = [plan.rows[i].start + plan.rows[i].num_tokens for i in sampled]
+        sampling, places = batch.sampling, {row.seq: i for i, row in enumerate(plan.rows)}
+        sampled = [places[seq] for seq, _ in sampling.sequences]
+        num_tokens = [
+            self._mirror.sequences[seq].prompt_len + index
+            for (seq, _), index in zip(sampling.sequences, sampling.output_indices, strict=True)
+        ]
         block_table = next(iter(batch.inputs.attention.values())).rows.block_table
-        return self._sampler.plan(
-            batch.sampling, batch.prompt_chunks, num_tokens, block_table[sampled]
-        )
+        return self._sampler.plan(sampling, batch.prompt_chunks, num_tokens, block_table[sampled])
 
     def _forward(
         self, batch: Batch, inputs: StepInputs, memory: Tensor, hidden: Tensor | None

@@ -2,6 +2,9 @@
 
 The order is that of `gllm.runtime.worker.cpu.sampler`: check for finite logits, log-probabilities,
 logit edits, sampling. Nothing synchronizes: a row that fails has an error code instead of a token.
+All rows of a window of draft tokens are sampled at once. Edits look back at the tokens in the slots
+of the KV cache, which has the guesses before a row: if they are right they are the text, and if one
+is wrong the row's sample is discarded.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +44,7 @@ from gllm.runtime.worker.sampling import (
     build_logprob_details,
     build_sampling_metadata,
     create_sampling_states,
+    list_discarded_rows,
     num_top_logprobs,
     to_token_logprobs,
 )
@@ -343,7 +347,8 @@ def to_sample_output(batch: Batch, tokens: list[int], scores: LogprobTensors) ->
     for row in sampling.logprob_rows:
         errors[row] = errors[row] or sampling.states[row].error
     row_scores = _slice_scores(scores, begin, begin + len(sampling.logprob_rows), MAX_LOGPROBS)
-    details = build_logprob_details(to_token_logprobs(row_scores), sampling, errors)
+    discarded = list_discarded_rows(sampling, tokens, errors)
+    details = build_logprob_details(to_token_logprobs(row_scores), sampling, errors, discarded)
     kept = [0 if error else token for token, error in zip(tokens, errors, strict=True)]
     return SampleOutput(kept, errors, details)
 
