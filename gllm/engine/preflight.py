@@ -17,6 +17,7 @@ from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.draft_plan import find_draft_obstacle, missing_head_reason
 from gllm.models.errors import ModelError
+from gllm.models.expert_placement import place_experts
 from gllm.models.hub import resolve_model, resolve_tokenizer
 from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
@@ -196,6 +197,7 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
+    place_experts(read.model, config.cpu_experts)
     if read.model.is_bidirectional:
         _check_bidirectional(config)
     if read.model.has_state and config.scheduler.speculative_config is not None:

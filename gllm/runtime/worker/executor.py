@@ -35,6 +35,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.draft_plan import plan_draft
+from gllm.models.expert_placement import place_experts
 from gllm.models.hub import require_tokenizer
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
@@ -171,12 +172,13 @@ class Executor(ABC):
 
         Raises:
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
-                share the model.
+                share the model, or it has no experts for `cpu_experts`.
         """
         if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
         self._max_model_len = engine_config.max_model_len or model_config.model.context_length
-        self._whole_model = model_config.model.limit_length(self._max_model_len)
+        whole = model_config.model.limit_length(self._max_model_len)
+        self._whole_model = place_experts(whole, engine_config.cpu_experts)
         self.model = shard(self._whole_model, rank, num_ranks)
         """With the sizes of this rank."""
         self._rank, self._num_ranks = rank, num_ranks

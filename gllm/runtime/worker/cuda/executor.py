@@ -37,6 +37,7 @@ from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import COPY_LANE, CopyKvBlocks
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.models.config import ModelConfig
+from gllm.models.expert_placement import host_experts
 from gllm.models.stage import StageInputs
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import (
@@ -54,6 +55,7 @@ from gllm.runtime.worker.cuda.graphs import (
     pad_decodes,
     plan_table_attention,
 )
+from gllm.runtime.worker.cuda.host_expert_runner import HostExpertRunner
 from gllm.runtime.worker.cuda.kv_staging import KvStager
 from gllm.runtime.worker.cuda.readback import LastTokenTable, OutputReadback, PendingTokens
 from gllm.runtime.worker.cuda.sampler import (
@@ -178,8 +180,13 @@ class CudaExecutor(Executor):
         own = partial(plan_table_attention, requested_tiles=set()) if reads_tables else plan_windows
         self.plan_attention = plan_attention or partial(own, backend=self.backend)
         """Builds the attention plans of steps, on the host."""
-        self.supports_graphs = (plan_attention is not None or reads_tables) and not self.state_bytes
-        """True if decodes can run as graphs, which have no slots of states."""
+        self._host_experts = list(host_experts(self._layer_specs))
+        """Experts of the stage that the host computes."""
+        self.supports_graphs = (plan_attention is not None or reads_tables) and not (
+            self.state_bytes or self._host_experts
+        )
+        """True if decodes can run as graphs, which have no slots of states and no host that
+        computes experts."""
         self._graph_sizes: list[int] = []
         """Recorded numbers of rows."""
         self._group: DeviceRankGroup | None = None
@@ -204,6 +211,8 @@ class CudaExecutor(Executor):
         """Free everything but the weights; only `load` of a successor may follow."""
         super().close()
         self._group = None
+        if self._folder is not None:
+            self._set_expert_runner(None)
         if self._stager is not None:
             self._stager.close()
         self._stager = self._staged = None
@@ -232,6 +241,22 @@ class CudaExecutor(Executor):
             self._readback = OutputReadback(runtime, max_rows, max_scores, hidden_size, max_steps)
         self._last_tokens = LastTokenTable(runtime, (max_steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(runtime, self.stream, get_block_table)
+        if self._host_experts:
+            runner = HostExpertRunner(
+                runtime,
+                self.stream,
+                self._host_experts,
+                self.model.hidden_size,
+                self.dtype,
+                max_tokens,
+            )
+            self._set_expert_runner(runner)
+
+    def _set_expert_runner(self, runner: HostExpertRunner | None) -> None:
+        """Let a runner, or none, compute the experts that are on the host."""
+        for layer in self._stage.layers.layers:
+            if layer.host_experts is not None:
+                layer.host_experts.runner = runner
 
     def allocate(
         self,
