@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gllm.kernels.experts import run_experts
 from gllm.kernels.gated_linear import ActivatedMatrix, GatedMatrix
-from gllm.kernels.weight_format import Matrix
+from gllm.kernels.weight_format import Matrix, weight_format
 
 
 class ExpertRunner(Protocol):
@@ -81,3 +81,34 @@ class HostExperts:
         """
         weights = self.gate_up, self.down, self.down_bias
         out.copy_(run_experts(x, expert_ids, expert_weights, *weights, skipped=skipped))
+
+    @property
+    def has_exact_weights(self) -> bool:
+        """True if `unpack` can return the weights: a device may compute with copies of them."""
+        first = self.gate_up[0]
+        if isinstance(first, ActivatedMatrix):
+            return False
+        return all(weight_format(each.format).has_lookup for each in (first.gate_up, self.down[0]))
+
+    @property
+    def activation(self) -> str:
+        """Name of the gate's activation."""
+        return self.gate_up[0].activation
+
+    def unpack(self, expert: int) -> list[Tensor]:
+        """Return the weights of an expert as `StackedExperts` has them, in the order of its fields.
+
+        Biases that there are not are left out.
+        """
+        gated = self.gate_up[expert]
+        assert isinstance(gated, GatedMatrix), "only gated experts are stacked"
+        down = self.down[expert]
+        tensors = [
+            weight_format(gated.gate_up.format).unpack(gated.gate_up),
+            weight_format(down.format).unpack(down),
+        ]
+        if gated.bias is not None:
+            tensors.append(gated.bias)
+        if self.down_bias is not None:
+            tensors.append(self.down_bias[expert])
+        return tensors

