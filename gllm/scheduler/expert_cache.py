@@ -39,15 +39,15 @@ class ExpertCosts(NamedTuple):
     device_row: float = 0.0
     """Of one row on the device."""
 
-    def host_seconds(self, num_rows: int) -> float:
+    def host_seconds(self, num_rows: float) -> float:
         """Return the time of an expert with so many rows on the host."""
         return self.host + num_rows * self.host_row
 
-    def device_seconds(self, num_rows: int) -> float:
+    def device_seconds(self, num_rows: float) -> float:
         """Return the time of an expert with so many rows on the device, its weights there."""
         return self.device + num_rows * self.device_row
 
-    def saved_seconds(self, num_rows: int) -> float:
+    def saved_seconds(self, num_rows: float) -> float:
         """Return the time that the device saves with the weights of an expert; at least 0."""
         return max(0.0, self.host_seconds(num_rows) - self.device_seconds(num_rows))
 
