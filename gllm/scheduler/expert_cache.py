@@ -29,15 +29,15 @@ class ExpertCosts(NamedTuple):
     """Measured times of one expert of a layer, in seconds."""
 
     host: float
-    """Of an expert on the host, besides its rows: reading its weights."""
+    """Time of an expert on the host, besides its rows: reading its weights."""
     host_row: float
-    """Of one row on the host."""
+    """Time of one row on the host."""
     copy: float
-    """Of moving the weights of an expert to the device."""
+    """Time of moving the weights of an expert to the device."""
     device: float
-    """Of an expert on the device, besides its rows."""
+    """Time of an expert on the device, besides its rows."""
     device_row: float = 0.0
-    """Of one row on the device."""
+    """Time of one row on the device."""
 
     def host_seconds(self, num_rows: float) -> float:
         """Return the time of an expert with so many rows on the host."""
@@ -54,7 +54,7 @@ class ExpertCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Where the chosen experts of one layer are computed in one step."""
+    """Places at which the chosen experts of one layer are computed in one step."""
 
     on_host: tuple[int, ...]
     """Experts that the host computes, ascending."""
