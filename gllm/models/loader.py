@@ -258,7 +258,7 @@ class Checkpoint:
             )
         self._keep_quantized = has_kernels if keep_quantized is None else keep_quantized
         self.weight_bytes = 0
-        """Bytes in memory of the tensors read so far."""
+        """Bytes in memory of the tensors read so far, on the device that computes."""
         self.read_bytes = 0
         """Bytes of the elements that were read from the files."""
         self._progress: Progress = lambda done, total: None
@@ -292,16 +292,16 @@ class Checkpoint:
     def reading_to_host(self) -> Iterator[None]:
         """Return tensors in the memory of the host within the context, as CPU kernels read them.
 
-        Tensors that are created in the context are there too.
+        Tensors that are created in the context are there too; `weight_bytes` counts none of them.
         """
-        before = self.device, self._keep_quantized
+        before = self.device, self._keep_quantized, self.weight_bytes
         self.device = CPU
         self._keep_quantized = self._format is not None and CPU.type in self._format.devices
         try:
             with CPU:
                 yield
         finally:
-            self.device, self._keep_quantized = before
+            self.device, self._keep_quantized, self.weight_bytes = before
 
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
