@@ -45,6 +45,7 @@ from tests.support.gpu.device_stage import (
 )
 from tests.support.gpu.fake_streams import FakeQueues
 from tests.support.gpu.memory_uses import Race
+from tests.support.models.packed_models import save_both, save_gpt_oss
 from tests.support.models.tiny_models import save
 
 FAMILIES = ("mixtral", "qwen2-moe", "deepseek-v3", "gemma4-moe")
@@ -277,6 +278,45 @@ async def test_an_engine_serves_with_experts_on_the_host(tmp_path: Path) -> None
     expected = await generate(kv_cache_memory=2**21)
     with host_as_gpu():
         assert await generate(cpu_experts="1", expert_cache=10**6) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("style", ["compressed", "gptq symmetric", "mxfp4", "int8", "gpt-oss"])
+def test_experts_of_few_bits_stay_so_on_the_host(style: str, tmp_path: Path) -> None:
+    """The texts are those of the CPU; a cache has floats of the same values."""
+    is_gpt_oss = style == "gpt-oss"
+    folder, _ = save_gpt_oss(tmp_path) if is_gpt_oss else save_both("Qwen3Moe", style, tmp_path)
+    plans = plans_for(folder)
+    device: Any = Directly()
+    executor = executor_on(device, folder, plan=None, cpu_experts="all")
+    for message in registered():
+        executor.register(message)
+    answers: list[Answer] = []
+    for plan in plans:
+        batch = executor.prepare(plan)
+        answers.append(executor.sample(batch, executor.compute(batch, None)))
+    check(answers, expected_of(folder, plans, {}))
+    (experts, *_) = executor._loaded_host_experts()
+    assert {each.format for each in experts.down} == {"int8" if style == "int8" else "grouped"}
+    options: dict[str, Any] = {"cpu_experts": "all", "expert_cache": 2**24, "plan": None}
+    if style == "int8":
+        with pytest.raises(FieldError, match="are int8 for CPUs"):
+            executor_on(device, folder, **options)
+        return
+    runner = executor_on(device, folder, **options)._expert_runner
+    assert runner is not None
+    cached = next(iter(runner._layers))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, executor.model.hidden_size, generator=generator)
+    ids = torch.stack([torch.randperm(len(cached.down), generator=generator)[:2] for _ in x])
+    weights, on_host = torch.rand(8, 2, generator=generator), torch.empty_like(x)
+    cached.compute(x, ids, weights, on_host)
+    runner.costs = LARGE
+    for _ in range(4):
+        result = runner.run(cached, x, ids, weights, lambda: None)
+        # The host rounds activations to 8 bits.
+        assert (result - on_host).norm() < 0.02 * on_host.norm()
+    assert runner._layers[cached].cache.slots
 
 
 class Directly(HostQueues):

@@ -7,6 +7,7 @@ own experts meanwhile and copies their sum to the device. The host thus waits wi
 no CUDA graph can contain.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from gllm.runtime.worker.cuda.expert_slots import ExpertSlots, WeightStaging
 from gllm.runtime.worker.cuda.staging import copy_to_device
 from gllm.scheduler.expert_cache import ExpertCache, ExpertCosts, ExpertPlan
 from gllm.transport.device_streams import DeviceRuntime, DeviceStream
+
+log = logging.getLogger(__name__)
 
 MEASURED_ROWS = 64
 """Rows of an expert whose time is compared with that of one row."""
@@ -197,6 +200,17 @@ class HostExpertRunner:
             copy,
             device,
             max(0.0, device_many - device) / num_more,
+        )
+        log.info(
+            "experts of the host: %.3f ms and %.4f ms per row, %.3f ms on the GPU, which has %d of "
+            "each layer, and %.3f ms to move one",
+            *(
+                1e3 * host,
+                1e3 * self.costs.host_row,
+                1e3 * device,
+                layer.cache.num_slots,
+                1e3 * copy,
+            ),
         )
 
     def _time_host(self, experts: HostExperts, rows: Tensor) -> float:
