@@ -72,10 +72,9 @@ def test_the_text_is_that_of_the_cpu(family: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path)
     plans = plans_for(folder)
     expected = expected_of(folder, plans, {})
-    for seed in range(2):
-        queues = FakeQueues(seed)
-        check(compute_with(queues, folder, plans, seed), expected)
-        assert not queues.num_replays, "the host cannot compute within a graph"
+    queues = FakeQueues(1)
+    check(compute_with(queues, folder, plans, 1), expected)
+    assert not queues.num_replays, "the host cannot compute within a graph"
 
 
 def test_no_wait_can_be_left_out(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_no_wait_can_be_left_out(tmp_path: Path) -> None:
         compute_with(FakeQueues(0, ignored=place), folder, plans, 0)
 
 
-@pytest.mark.parametrize("cpu_experts", ["all", "1"])
+@pytest.mark.parametrize("cpu_experts", full_but(["1"], ["all", "1"]))
 @pytest.mark.parametrize("quantization", full_but(["none"], ["none", "int4"]))
 def test_compiled_kernels_compute_the_experts(
     cpu_experts: str, quantization: str, tmp_path: Path
@@ -165,7 +164,7 @@ LARGE = ExpertCosts(host=1.0, host_row=1.0, copy=1.5, device=0.1, device_row=0.0
 """Copies pay from two rows on, whether they are kept or not."""
 
 
-@pytest.mark.parametrize("costs", [USEFUL, LARGE])
+@pytest.mark.parametrize("costs", [pytest.param(USEFUL, marks=pytest.mark.full), LARGE])
 @pytest.mark.parametrize("num_slots", full_but([2], [1, 2, 4]))
 def test_a_cache_changes_no_text(
     costs: ExpertCosts, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
