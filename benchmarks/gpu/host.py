@@ -5,7 +5,7 @@ Has streams, events and graphs, and attention plans of one layout for the graphs
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -75,6 +75,10 @@ class HostQueues:
 
     def bind_thread(self) -> None:
         """Do nothing: there is one device."""
+
+    def host_work(self) -> AbstractContextManager[None]:
+        """Return a context without effect: the host runs everything."""
+        return nullcontext()
 
     def stream(self) -> DeviceStream:
         """Return a new stream."""

@@ -56,6 +56,11 @@ class EmulationConfig:
         gt=0,
         le=4,
     )
+    emulated_host: str = option(
+        "200:4",
+        "with --device emulated and --cpu-experts: gigabytes per second at which cores of the host "
+        "read weights and their teraflops, as --host of gllm simulate",
+    )
     emulated_output: str = option(
         TO_LIMIT,
         "with --device emulated: tokens until a request's end: limit (its max_tokens), fixed:N, or "

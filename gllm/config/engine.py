@@ -66,10 +66,23 @@ STAGE_DRAFTS_ON_GPU = (
 WEIGHT_CACHE_ON_GPU = (
     "weight_cache has weights as the kernels of CPUs read them: leave it out, or set device to cpu"
 )
+CPU_EXPERTS_ON_CPU = (
+    "cpu_experts keeps experts in the memory of the host beside a GPU, but with device cpu all "
+    "weights are there: leave cpu_experts out"
+)
+NO_EXPERTS, ALL_EXPERTS = "none", "all"
+"""Values of --cpu-experts that are no number."""
 MAX_RANKS = 64
 """Most workers of one stage; a worker gets an edge to each worker of the next stage."""
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 """Values of --attention-backend."""
+
+
+def parse_cpu_experts(text: str) -> str:
+    """Check a value of --cpu-experts: all, none or a number of layers. Raises ValueError."""
+    if text in (NO_EXPERTS, ALL_EXPERTS) or (text.isascii() and text.isdigit() and int(text)):
+        return text
+    raise ValueError(f"{text!r} has to be {ALL_EXPERTS}, {NO_EXPERTS} or a number from 1 on")
 
 
 @dataclass(frozen=True)
@@ -179,6 +192,23 @@ class EngineConfig:
         le=INT64_MAX,
         parse=parse_bytes,
         is_common=True,
+    )
+    cpu_experts: str = option(
+        NO_EXPERTS,
+        "all, or a number N: routed experts of all layers, or of the first N layers with experts, "
+        "stay in the memory of the host and are computed by its cores; GPUs compute everything "
+        "else (default none)",
+        parse=parse_cpu_experts,
+        flags=("--cpu-experts", "--n-cpu-moe", "--cpu-moe"),
+        bare=ALL_EXPERTS,
+    )
+    expert_cache: int | None = option(
+        None,
+        "with --cpu-experts: bytes of each GPU's memory, such as 8GiB, for those of these experts "
+        "that save most time there, by measured use; default: none",
+        ge=1,
+        le=INT64_MAX,
+        parse=parse_bytes,
     )
     weight_cache: str | None = option(
         None,
@@ -342,6 +372,7 @@ class EngineConfig:
             )
         self._check_speculation()
         self._check_length_predictor()
+        self._check_cpu_experts()
         self._check_weight_cache()
         self._check_kv_transfer()
         self._check_kv_disk()
@@ -398,6 +429,35 @@ class EngineConfig:
                 "length_predictor",
                 f"length_predictor {self.length_predictor} would change nothing: set kv_admission "
                 f"to {' or '.join(RESERVING_ADMISSIONS)}, or leave it out",
+            )
+
+    @property
+    def has_cpu_experts(self) -> bool:
+        """True if experts stay in the memory of the host."""
+        return self.cpu_experts != NO_EXPERTS
+
+    def _check_cpu_experts(self) -> None:
+        """Check `cpu_experts` and `expert_cache` against the device and the ranks."""
+        try:
+            parse_cpu_experts(self.cpu_experts)
+        except ValueError as error:
+            raise FieldError("cpu_experts", f"cpu_experts: {error}") from None
+        if not self.has_cpu_experts:
+            if self.expert_cache is not None:
+                raise FieldError(
+                    "expert_cache",
+                    "expert_cache has experts that cpu_experts keeps in the memory of the host: "
+                    f"set cpu_experts to {ALL_EXPERTS}, or leave expert_cache out",
+                )
+            return
+        if self.device == "cpu":
+            raise FieldError("cpu_experts", CPU_EXPERTS_ON_CPU)
+        if max(self.stage_degrees) > 1:
+            raise FieldError(
+                "cpu_experts",
+                f"cpu_experts is {self.cpu_experts}, but tensor_parallel_size "
+                f"{self.tensor_parallel_size} divides each expert among ranks: use "
+                "pipeline_parallel_size instead, or leave cpu_experts out",
             )
 
     def _check_weight_cache(self) -> None:

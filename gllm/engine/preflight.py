@@ -17,6 +17,7 @@ from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.draft_plan import find_draft_obstacle, missing_head_reason
 from gllm.models.errors import ModelError
+from gllm.models.expert_placement import host_share, place_experts
 from gllm.models.hub import resolve_model, resolve_tokenizer
 from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
@@ -89,15 +90,21 @@ def plan_model(config: EngineConfig, num_machines: int = 1) -> ModelPlan:
     if config.kv_transfer == NIXL and find_spec("nixl") is None:
         raise ValueError(NIXL_MISSING)
 
-    is_multimodal = False
+    is_multimodal, share_on_host = False, 0.0
 
     def check(folder: Path) -> None:
-        nonlocal is_multimodal
+        nonlocal is_multimodal, share_on_host
         model = plan_local_model(config, folder).config.model
         is_multimodal = model.multimodal_class is not None
+        share_on_host = host_share(place_experts(model, config.cpu_experts))
         Tokenizer.load(resolve_tokenizer(config.tokenizer, folder), config.chat_template)
 
     def check_size(num_bytes: int) -> None:
+        if share_on_host and not config.is_emulated:
+            own = int(num_bytes * share_on_host) // num_machines // (2 if is_multimodal else 1)
+            reason = memory_reason(own, config, available_memory_bytes())
+            if reason is not None:
+                raise FieldError("cpu_experts", f"cpu_experts {config.cpu_experts}: {reason}")
         if config.device == "cpu" or (config.device == "auto" and not find_gpu_models()):
             # Towers for images and audio, which are not read, are smaller than the language model.
             own = num_bytes // num_machines // (2 if is_multimodal else 1)
@@ -151,7 +158,7 @@ def memory_reason(num_bytes: int, config: EngineConfig, available_bytes: int) ->
     if needed <= available_bytes:
         return None
     return (
-        f"its weights take {needed / 1e9:.1f} GB of memory at least, but "
+        f"the weights take {needed / 1e9:.1f} GB of memory at least, but "
         f"{available_bytes / 1e9:.1f} GB are free: free memory, set --quantization, use more "
         "machines or a smaller model"
     )
@@ -196,6 +203,7 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
+    place_experts(read.model, config.cpu_experts)
     if read.model.is_bidirectional:
         _check_bidirectional(config)
     if read.model.has_state and config.scheduler.speculative_config is not None:

@@ -5,7 +5,7 @@ Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2022), section 2; DeepS
 (correction bias).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Literal
@@ -109,6 +109,7 @@ def run_experts(
     down_bias: Tensor | None = None,
     out: Tensor | None = None,
     reduce_magnitudes: Callable[[Tensor], Tensor] | None = None,
+    skipped: Container[int] = (),
 ) -> Tensor:
     """Run each token's selected experts and return their weighted sum, [tokens, hidden].
 
@@ -128,6 +129,7 @@ def run_experts(
         reduce_magnitudes: returns the maximum over the ranks of row magnitudes [tokens * top_k];
             only if each rank has some of the intermediate elements and the format of `down`
             quantizes activations with one scale per row.
+        skipped: experts that are left out of the sum, because another device runs them.
     """
     order = expert_ids.flatten().argsort(stable=True)
     tokens = order // expert_ids.shape[1]
@@ -135,7 +137,7 @@ def run_experts(
     spans = [
         (expert, slice(begin, end))
         for expert, (begin, end) in enumerate(pairwise([0, *ends]))
-        if begin < end
+        if begin < end and expert not in skipped
     ]
     flat_weights = expert_weights.flatten()[order]
     inner: Iterable[Tensor] = (

@@ -112,6 +112,14 @@ class GroupedFormat(WeightFormat[GroupedMatrix]):
         """Return rows of the weight by index: ids [n] int64 to [n, inputs] of its dtype."""
         return lookup_grouped(matrix, ids)
 
+    def unpack(self, matrix: GroupedMatrix) -> Tensor:
+        """Return the floats [outputs, inputs] of a matrix in the memory of the host."""
+        parts = []
+        for part in matrix.parts:
+            assert isinstance(part, PackedPart), "the host has panels"
+            parts.append(lookup_panels(part, torch.arange(part.outputs), matrix.dtype))
+        return torch.cat(parts)
+
     def stack(self, num_experts: int, experts: Iterable[Iterable[Any]]) -> GroupedStack:
         """Stack the weights of all experts; see `WeightFormat.stack`."""
         return stack_words(num_experts, map(pack_for_gpu, experts))

@@ -101,6 +101,18 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
             return _unpack_rows(matrix, ids)
         return functional.embedding(ids, matrix.weight)
 
+    def unpack(self, matrix: UnquantizedMatrix) -> Tensor:
+        """Return the weight [outputs, inputs], the gate's outputs first."""
+        if not matrix.is_packed:
+            return matrix.weight
+        rows = torch.arange(matrix.outputs)
+        if not matrix.is_gated:
+            return _unpack_rows(matrix, rows)
+        # Panels of gate and up projection alternate.
+        gate = rows + rows // PANEL_OUTPUTS * PANEL_OUTPUTS
+        panels = UnquantizedMatrix(matrix.weight, len(matrix.weight), True)
+        return _unpack_rows(panels, torch.cat([gate, gate + PANEL_OUTPUTS]))
+
     def stack(self, num_experts: int, experts: Iterable[Sequence[Tensor]]) -> Tensor:
         """Stack the weights of all experts as one tensor [experts, outputs, inputs]."""
         return stack_tensors(num_experts, (torch.cat(list(parts)) for parts in experts))

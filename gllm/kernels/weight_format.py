@@ -130,6 +130,13 @@ class WeightFormat(ABC, Generic[M]):
         """Return rows of the weight by index: ids [n] int64 to [n, inputs]."""
         raise NotImplementedError(f"{type(self).__name__} does not keep exact values")
 
+    def unpack(self, matrix: M) -> Tensor:
+        """Return the floats [outputs, inputs] of a matrix, also of one for `multiply_gated`.
+
+        Only of a matrix in the memory of the host, in a format with `has_lookup`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not keep exact values")
+
     def stack(self, num_experts: int, experts: Iterable[Sequence[Any]]) -> Any:
         """Stack the weights of all experts into one object, as GPU kernels read them.
 

@@ -25,6 +25,7 @@ from gllm.kernels.residual import scale
 from gllm.kernels.weight_format import Matrix, dequantize_weight
 from gllm.models.basic_layers import Linear, read_bias, read_matrices, read_matrix
 from gllm.models.errors import ModelError
+from gllm.models.host_experts import HostExperts
 from gllm.models.loader import Weights
 from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
 from gllm.models.spec.parts import LinearSpec
@@ -171,9 +172,13 @@ class Experts:
             self.expert_scale = weights.read_float32(spec.expert_scale, spec.num_experts)
         self.routing = Routing(**{each.name: getattr(spec, each.name) for each in fields(Routing)})
         experts = [expert_spec(spec.expert, index) for index in range(spec.num_experts)]
-        self.experts: StackedExperts | SeparateExperts
+        self.experts: StackedExperts | SeparateExperts | HostExperts
         # GPU kernels read stacks; CPU kernels read matrices, each laid out separately.
-        if router.is_cuda and spec.expert.is_gated:
+        if spec.is_on_host:
+            with weights.reading_to_host():
+                separate = read_separate_experts(experts, weights, hidden_size)
+            self.experts = HostExperts(*separate)
+        elif router.is_cuda and spec.expert.is_gated:
             self.experts = read_stacked_experts(experts, weights, hidden_size)
         else:
             self.experts = read_separate_experts(experts, weights, hidden_size)
@@ -206,6 +211,10 @@ class Experts:
         routed = x
         if self._weighs_inputs:
             routed, expert_weights = x * expert_weights.to(x.dtype), torch.ones_like(expert_weights)
+        if isinstance(self.experts, HostExperts):
+            return self.experts.run(
+                routed, expert_ids, expert_weights, lambda: self._run_shared_expert(x)
+            )
         if isinstance(self.experts, StackedExperts):
             result = run_stacked(routed, expert_ids, expert_weights, self.experts)
         else:
@@ -215,12 +224,22 @@ class Experts:
             result = run_experts(
                 routed, expert_ids, expert_weights, *self.experts, out, reduce_magnitudes
             )
-        if self.shared_expert is not None:
-            shared = self.shared_expert(x, None if out is None else torch.empty_like(out))
-            if self.shared_expert_gate is not None:
-                shared = shared * sigmoid(self.shared_expert_gate(x))
+        shared = self._run_shared_expert(x, out)
+        if shared is not None:
             result = result + shared if out is None else result.add_(shared)
         return self._ranks.layers.sum(result, None, x.dtype) if self._is_summed else result
+
+    def _run_shared_expert(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Return the output [tokens, hidden] of the shared expert; None without one.
+
+        out: sum of the routed experts, if ranks have parts of it; the result is like it.
+        """
+        if self.shared_expert is None:
+            return None
+        shared = self.shared_expert(x, None if out is None else torch.empty_like(out))
+        if self.shared_expert_gate is not None:
+            shared = shared * sigmoid(self.shared_expert_gate(x))
+        return shared
 
 
 def expert_spec(spec: MLPSpec, index: int) -> MLPSpec:

@@ -26,6 +26,7 @@ from gllm.kernels.state_plan import StatePlan
 from gllm.models.attention import Attention, ForwardContext, LatentAttention, LayerCache
 from gllm.models.basic_layers import Linear, Norm, optional_norm
 from gllm.models.feed_forward import MLP, Experts
+from gllm.models.host_experts import HostExperts
 from gllm.models.loader import Weights
 from gllm.models.recurrent import (
     DeltaNet,
@@ -161,6 +162,13 @@ class DecoderLayer:
             is_in_place=True,
         )
         return None
+
+    @property
+    def host_experts(self) -> HostExperts | None:
+        """Routed experts that are in the memory of the host; None without such experts."""
+        block = self.mlp if self.experts is None else self.experts.experts
+        experts = block.experts if isinstance(block, Experts) else None
+        return experts if isinstance(experts, HostExperts) else None
 
 
 def _add_and_normalize(norm: Norm | None, hidden: Tensor, delta: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ tensor of the stage has to be requested: one that is left over may change the re
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -258,7 +258,7 @@ class Checkpoint:
             )
         self._keep_quantized = has_kernels if keep_quantized is None else keep_quantized
         self.weight_bytes = 0
-        """Bytes in memory of the tensors read so far."""
+        """Bytes in memory of the tensors read so far, on the device that computes."""
         self.read_bytes = 0
         """Bytes of the elements that were read from the files."""
         self._progress: Progress = lambda done, total: None
@@ -287,6 +287,21 @@ class Checkpoint:
     def __exit__(self, *error: object) -> None:
         """Close the files."""
         self._files.close()
+
+    @contextmanager
+    def reading_to_host(self) -> Iterator[None]:
+        """Return tensors in the memory of the host within the context, as CPU kernels read them.
+
+        Tensors that are created in the context are there too; `weight_bytes` counts none of them.
+        """
+        before = self.device, self._keep_quantized, self.weight_bytes
+        self.device = CPU
+        self._keep_quantized = self._format is not None and CPU.type in self._format.devices
+        try:
+            with CPU:
+                yield
+        finally:
+            self.device, self._keep_quantized, self.weight_bytes = before
 
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -609,6 +624,10 @@ class Weights:
         """Return the tensors whose names continue with `part` and a dot."""
         prefix = f"{self._prefix}{part}."
         return Weights(self._checkpoint, prefix, self.quantization, self.ranks)
+
+    def reading_to_host(self) -> AbstractContextManager[None]:
+        """Return a context in which tensors are read to the memory of the host."""
+        return self._checkpoint.reading_to_host()
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read one tensor of this shape."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from gllm.config.engine import NO_EXPERTS
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.eviction import EvictionOrder
@@ -15,8 +16,9 @@ from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.depth_control import replay_depth, start_depth
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.hardware.devices import DEFAULT_HOST, parse_host
 from gllm.sim.hardware.shapes import ModelShape
-from gllm.sim.hardware.stages import PipelineSpec, build_hardware
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware, offload_experts
 from gllm.sim.hindsight import HindsightEviction
 from gllm.sim.metrics.run_record import (
     DepthChange,
@@ -284,6 +286,9 @@ def roofline_deployment(
     bytes_per_weight: float | None = None,
     shape: ModelShape | None = None,
     memory_share: float = USABLE_MEMORY_SHARE,
+    cpu_experts: str = NO_EXPERTS,
+    expert_cache: int | None = None,
+    host: str = DEFAULT_HOST,
 ) -> Deployment:
     """Return an engine configuration with step times by the roofline model of given devices.
 
@@ -305,6 +310,9 @@ def roofline_deployment(
         bytes_per_weight: Default: that of the model.
         shape: Of a model that is not in MODELS; None for one that is.
         memory_share: Share of each device's memory for weights and KV cache.
+        cpu_experts: Number of layers, or all, whose routed experts are on the host; none otherwise.
+        expert_cache: Bytes on each device for those experts; None for none.
+        host: Cores and memory that compute them, as in `parse_host`.
 
     Raises:
         ValueError: A name is unknown, or sizes do not divide.
@@ -314,6 +322,8 @@ def roofline_deployment(
     if bytes_per_weight is not None:
         packed = replace(hardware.model, bytes_per_weight=bytes_per_weight)
         hardware = replace(hardware, model=packed)
+    if cpu_experts != NO_EXPERTS:
+        hardware = offload_experts(hardware, cpu_experts, expert_cache or 0, parse_host(host))
     config = scheduler or SchedulerConfig()
     stage_blocks = hardware.stage_kv_blocks(config.block_size, memory_share)
     blocks = min(stage_blocks)

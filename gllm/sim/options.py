@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass, field, replace
 
-from gllm.config.engine import MAX_RANKS
+from gllm.config.engine import MAX_RANKS, NO_EXPERTS, parse_cpu_experts
 from gllm.options.degrees import as_degrees
 from gllm.options.field_types import convert_fields
-from gllm.options.flags import parse_counts
-from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.flags import parse_bytes, parse_counts
+from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.options.slo import Slo
 from gllm.routing.policy_registry import POLICIES, check_placement_heartbeat
 from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.depth_control import AUTO_DEPTH
-from gllm.sim.hardware.devices import DEVICES, LINKS
+from gllm.sim.hardware.devices import DEFAULT_HOST, DEVICES, HOST_HELP, LINKS
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.profiled import (
     VIDUR_MODEL,
@@ -94,6 +94,21 @@ class SimulationConfig:
         "--link",
         flags=("--tensor-parallel-link", "--tp-link"),
     )
+    cpu_experts: str = option(
+        NO_EXPERTS,
+        "all, or a number N: routed experts of all layers, or of the first N layers with experts, "
+        "are computed by the host; default: none",
+        parse=parse_cpu_experts,
+    )
+    expert_cache: int | None = option(
+        None,
+        "with --cpu-experts: bytes of each device's memory for experts, such as 8GiB; default: "
+        "none",
+        ge=1,
+        le=INT64_MAX,
+        parse=parse_bytes,
+    )
+    host: str = option(DEFAULT_HOST, f"{HOST_HELP} (default {DEFAULT_HOST})")
     max_model_len: int | None = option(
         None,
         "longest prompt + output; default: the workload's longest, or the profile's",
@@ -341,7 +356,12 @@ def _build_deployment(config: SimulationConfig, longest: int) -> Deployment:
             rank_link=config.tensor_parallel_link,
             layers=config.layers,
             bytes_per_weight=config.bytes_per_weight,
+            cpu_experts=config.cpu_experts,
+            expert_cache=config.expert_cache,
+            host=config.host,
         )
+    if config.cpu_experts != NO_EXPERTS:
+        raise ValueError("--cpu-experts changes a model of the table: leave --profile out")
     if config.bytes_per_weight is not None:
         raise ValueError("--bytes-per-weight changes a model of the table: leave --profile out")
     _check_profile_flags(config, config.profile)

@@ -7,7 +7,7 @@ simulated device (tests/support/gpu/fake_streams.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -60,6 +60,12 @@ class DeviceRuntime(Protocol):
 
     def bind_thread(self) -> None:
         """Make this the current device of the calling thread, before the thread uses it."""
+
+    def host_work(self) -> AbstractContextManager[None]:
+        """Return a context, within that of a stream, whose operations the host runs at once.
+
+        Their tensors are in the memory of the host.
+        """
 
     def stream(self) -> DeviceStream:
         """Create a stream."""
@@ -172,6 +178,10 @@ class CudaRuntime:
     def bind_thread(self) -> None:
         """Make this the current device of the calling thread, before the thread uses it."""
         torch.cuda.set_device(self._device)
+
+    def host_work(self) -> AbstractContextManager[None]:
+        """Return a context without effect: a stream has the operations on tensors of the GPU."""
+        return nullcontext()
 
     def stream(self) -> DeviceStream:
         """Create a stream."""

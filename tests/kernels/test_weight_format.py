@@ -45,6 +45,25 @@ def test_formats_made_from_floats_agree_with_torch(way: str, name: str) -> None:
         assert (rows - weight[[31, 0]]).norm() < error * rows.norm()
 
 
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
+@pytest.mark.parametrize("rows", [32, 40])
+def test_a_weight_is_unpacked_again(way: str, name: str, rows: int) -> None:
+    """Also one that is merged for a gated MLP, whose halves end within a panel."""
+    weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(4))
+    plain, gated = prepare([weight], name), prepare_gated([*weight.chunk(2)], None, "silu", name)
+    if not has_lookup(plain):
+        return
+    for matrix in (plain, gated.gate_up):
+        unpacked = weight_format(matrix.format).unpack(matrix)
+        assert unpacked.shape == weight.shape
+        if name == "none":
+            assert torch.equal(unpacked, weight)
+        else:
+            rows_of = lookup_rows(plain, torch.arange(rows))
+            assert torch.equal(unpacked, rows_of)
+            assert (unpacked - weight).norm() < ERRORS.get(name, 0.02) * weight.norm()
+
+
 def test_weights_of_a_checkpoint_keep_their_format_unless_parts_differ() -> None:
     stored, floats = quantized(4, 6, (4, 3)), torch.ones(4, 6)
     assert format_of(prepare([stored, stored])) is weight_format("fp8")

@@ -91,6 +91,9 @@ class ExpertsSpec:
     is_summed: bool = False
     """True if the block's output, including the shared expert's, is summed over the ranks. The down
     projections inside are not summed on their own."""
+    is_on_host: bool = False
+    """True if the routed experts of a GPU's stage stay in the memory of the host, whose cores
+    compute them."""
 
     def weights_per_token(self, hidden_size: int) -> int:
         """Return the number of weights that are read to compute one token."""

@@ -13,7 +13,7 @@ from gllm.options.field_types import FieldError
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.hardware.devices import find_link
+from gllm.sim.hardware.devices import find_link, parse_host
 from gllm.sim.hardware.shapes import (
     MODELS,
     ExpertsShape,
@@ -55,6 +55,10 @@ def build_emulated_deployment(
     name, devices = config.model, emulated_name(config.device)
     link, rank_link = emulation.emulated_link, emulation.emulated_rank_link
     _check_links(config)
+    try:
+        parse_host(emulation.emulated_host)
+    except ValueError as error:
+        raise FieldError("emulated_host", f"emulated_host: {error}") from error
     if stages != config.pipeline_parallel_size:
         devices, link = fit_names(devices, stages), fit_names(link, stages - 1)
         rank_link = rank_link and fit_names(rank_link, stages)
@@ -91,6 +95,9 @@ def build_emulated_deployment(
             bytes_per_weight=emulation.emulated_bytes_per_weight,
             shape=None if name in MODELS else to_shape(model),
             memory_share=config.gpu_memory_utilization,
+            cpu_experts=config.cpu_experts,
+            expert_cache=config.expert_cache,
+            host=emulation.emulated_host,
         )
     except ValueError as error:
         raise FieldError("device", f"device {config.device}: {error}") from error
@@ -135,6 +142,11 @@ def _check_links(config: EngineConfig) -> None:
 
 def _check_profile_options(config: EngineConfig, profile: str) -> None:
     """Raise FieldError for an option that chooses what a profile contains."""
+    if config.has_cpu_experts:
+        raise FieldError(
+            "cpu_experts",
+            "cpu_experts has no effect on a profile: leave it or emulated_profile out",
+        )
     model = "llama-2-70b" if profile == VIDUR else profile.partition(":")[2].partition(",")[0]
     if model in MODELS and config.model in MODELS and model != config.model:
         raise FieldError(

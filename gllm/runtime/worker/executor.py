@@ -35,6 +35,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.draft_plan import plan_draft
+from gllm.models.expert_placement import place_experts
 from gllm.models.hub import require_tokenizer
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
@@ -173,12 +174,13 @@ class Executor(ABC):
 
         Raises:
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
-                share the model.
+                share the model, or it has no experts for `cpu_experts`.
         """
         if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
         self._max_model_len = engine_config.max_model_len or model_config.model.context_length
-        self._whole_model = model_config.model.limit_length(self._max_model_len)
+        whole = model_config.model.limit_length(self._max_model_len)
+        self._whole_model = place_experts(whole, engine_config.cpu_experts)
         self.model = shard(self._whole_model, rank, num_ranks)
         """With the sizes of this rank."""
         self._rank, self._num_ranks = rank, num_ranks
@@ -262,6 +264,7 @@ class Executor(ABC):
         Raises:
             ModelError: the folder does not have the weights.
             WeightMemoryError: the layers that have to be read take more than `limit_bytes`.
+            FieldError: weights that a GPU's stage leaves on the host do not fit there.
         """
         sources = _find_loaded(previous)
         same = [source for source in sources if source._weights_key == self._key_in(folder)]
@@ -336,6 +339,7 @@ class Executor(ABC):
                     f"{needed / 2**20:.0f} MiB of weights are missing, and "
                     f"{limit_bytes / 2**20:.0f} MiB of memory are free for them"
                 )
+            self._check_host_memory(checkpoint)
             checkpoint.report_to(on_progress)
             weights = Weights(checkpoint, quantization=self._quantization, ranks=held.ranks)
             # Tensors created beside the weights (rotary frequencies) belong on the device too.
@@ -349,6 +353,14 @@ class Executor(ABC):
             # What was packed before it was mapped, and what packing has used meanwhile.
             trim_memory()
             self.has_packed_weights = True
+
+    def _check_host_memory(self, checkpoint: Checkpoint) -> None:
+        """Check that the weights of a GPU's stage that stay on the host fit there.
+
+        Raises:
+            FieldError: they certainly do not.
+        """
+        return
 
     def _open_weight_cache(self, folder: Path, held: ReusableParts) -> WeightCache | None:
         """Return the cache of packed weights that is configured; None without one."""

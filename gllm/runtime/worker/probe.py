@@ -21,6 +21,7 @@ from gllm.messages.reports import StageMeasured
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
+from gllm.models.expert_placement import place_experts
 from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.layer import LayerSpec
 from gllm.runtime.head.assignment import StageAssignment
@@ -148,9 +149,11 @@ class LayerProbe:
         if num_gpus is None:
             num_gpus = count_gpus(assignment.config.device)
         # It measures any layers, which would stay in the cache although no stage maps them.
-        # The draft of speculation belongs to no layer.
+        # The draft of speculation belongs to no layer, and a cache of experts is empty at first.
         scheduler = replace(assignment.config.scheduler, speculative_config=None)
-        config = replace(assignment.config, weight_cache=None, scheduler=scheduler)
+        config = replace(
+            assignment.config, weight_cache=None, expert_cache=None, scheduler=scheduler
+        )
         measured = msgspec.structs.replace(assignment, config=config)
         self._backend = create_backend(measured, model, num_gpus, layers)
         self._clock = clock
@@ -313,7 +316,8 @@ class StageProbe:
 
     def _measure(self, model: ModelConfig) -> StageMeasured:
         """Load some layers, time their steps, and estimate the costs of all layers from them."""
-        assignment, specs = self._assignment, model.model.layers
+        assignment = self._assignment
+        specs = place_experts(model.model, assignment.config.cpu_experts).layers
         kinds = find_kinds(specs)
         consecutive = find_span(specs, kinds)
         has_head = assignment.stage == assignment.num_stages - 1

@@ -21,7 +21,7 @@ from gllm.runtime.worker.device import count_cores, describe_device
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Increased whenever measurements of earlier versions cannot be compared with new ones."""
 
 
@@ -55,6 +55,7 @@ def create_key(
         config.scheduler.block_size,
         config.scheduler.max_num_seqs,
         config.gpu_memory_utilization,
+        config.cpu_experts,
     )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 

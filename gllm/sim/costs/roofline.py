@@ -19,6 +19,7 @@ from math import ceil, hypot, log2
 from statistics import median
 from typing import NamedTuple
 
+from gllm.scheduler.expert_cache import ExpertCosts
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, CostModel, TransferCost
 from gllm.sim.costs.piecewise_linear import PiecewiseLinear
@@ -185,7 +186,7 @@ class LayerSeconds(NamedTuple):
     """Predicted time of one layer in seconds, broken down by operator class."""
 
     matrices: float
-    """Matrix multiplications with weights."""
+    """Matrix multiplications with weights, also those that the device waits for the host to do."""
     attention: float
     """Attention and recurrences."""
     elementwise: float
@@ -281,7 +282,8 @@ class _StageRoofline:
         first = sum(hardware.layer_counts[:index])
         self._layer = layer
         self._num_dense = hardware.model.count_dense_layers(first, num_layers)
-        self._num_sparse = num_layers - self._num_dense
+        self._num_offloaded = hardware.model.count_host_layers(first, num_layers)
+        self._num_sparse = num_layers - self._num_dense - self._num_offloaded
         self._is_first = index == 0
         self._is_last = index == len(hardware.stages) - 1
 
@@ -292,6 +294,8 @@ class _StageRoofline:
             seconds += self._num_dense * layer.total_seconds(work, False)
         if self._num_sparse:
             seconds += self._num_sparse * layer.total_seconds(work, True)
+        if self._num_offloaded:
+            seconds += self._num_offloaded * layer.total_seconds(work, True, True)
         if self._is_first:
             seconds += layer.sum_seconds(work)
         if self._is_last and work.num_sampled_rows:
@@ -301,9 +305,14 @@ class _StageRoofline:
     def operator_seconds(self, work: StageWork) -> dict[str, float]:
         """Return the time of a micro-batch by class of operators."""
         totals = dict.fromkeys(LayerSeconds._fields, 0.0)
-        for count, is_sparse in ((self._num_dense, False), (self._num_sparse, True)):
+        kinds = (
+            (self._num_dense, False, False),
+            (self._num_sparse, True, False),
+            (self._num_offloaded, True, True),
+        )
+        for count, is_sparse, is_offloaded in kinds:
             if count:
-                parts = self._layer.seconds(work, is_sparse)._asdict()
+                parts = self._layer.seconds(work, is_sparse, is_offloaded)._asdict()
                 totals = {name: totals[name] + count * value for name, value in parts.items()}
         if self._is_first:
             totals["collectives"] += self._layer.sum_seconds(work)
@@ -339,31 +348,33 @@ class LayerRoofline:
         self._elementwise_bytes = [
             self._shard.elementwise_bytes(is_last) for is_last in (False, True)
         ]
-        self._recent: dict[tuple[int, bool], tuple[StageWork, float]] = {}
+        self._recent: dict[tuple[int, bool, bool], tuple[StageWork, float]] = {}
         """Total times of the last micro-batches, by a hash modulo NUM_RECENT_BATCHES and kind."""
 
-    def total_seconds(self, work: StageWork, is_sparse: bool) -> float:
+    def total_seconds(self, work: StageWork, is_sparse: bool, is_offloaded: bool = False) -> float:
         """Return the time of one layer in seconds.
 
         Args:
             work: Size of the batch.
             is_sparse: True for a layer with experts (MoE).
+            is_offloaded: True if its routed experts are on the host.
         """
-        key = (work.step + work.num_decode_context_tokens) % NUM_RECENT_BATCHES, is_sparse
+        place = (work.step + work.num_decode_context_tokens) % NUM_RECENT_BATCHES
+        key = place, is_sparse, is_offloaded
         recent = self._recent.get(key)
         if recent is None or recent[0] is not work:
-            recent = self._recent[key] = work, sum(self.seconds(work, is_sparse))
+            recent = self._recent[key] = work, sum(self.seconds(work, is_sparse, is_offloaded))
         return recent[1]
 
-    def seconds(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
+    def seconds(self, work: StageWork, is_sparse: bool, is_offloaded: bool = False) -> LayerSeconds:
         """Return the time of one layer in seconds, broken down by operator class.
 
-        Args:
-            work: Size of the batch.
-            is_sparse: True for a layer with experts (MoE).
+        The arguments are those of `total_seconds`.
         """
         shard, rows = self._shard, work.num_tokens
-        if is_sparse:
+        if is_offloaded:
+            matrices = self._offloaded_seconds(rows)
+        elif is_sparse:
             matrices = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
         else:
             matrices = self._matrix_seconds(self._dense_weights, self._dense_weights, rows)
@@ -414,6 +425,36 @@ class LayerRoofline:
         moved = 2 * num_sequences * shard.state_bytes
         compute = work.num_tokens * shard.state_flops / self._attention_flops
         return hypot(compute, moved / self._bandwidth)
+
+    def _offloaded_seconds(self, rows: int) -> float:
+        """Return the time of the products of a layer whose routed experts are on the host.
+
+        Tokens choose all experts equally often. Experts that the device lacks are computed by the
+        host while it computes its own ones, or after a copy if it has a cache and that takes less
+        time (`gllm.scheduler.expert_cache`). Hidden states cross the link twice.
+        """
+        shard, experts = self._shard, self._shard.experts
+        assert experts is not None, "the layer has experts"
+        assert experts.offload is not None, "they are on the host"
+        offload, weights, host = experts.offload, shard.expert_weights, experts.offload.host
+        resident = offload.num_cached / experts.num_experts
+        num_chosen = experts.expected_experts(rows)
+        rows_each = rows * experts.num_active / num_chosen
+        costs = ExpertCosts(
+            weights * shard.bytes_per_weight / host.bandwidth,
+            FLOPS_PER_WEIGHT * weights / host.flops,
+            weights * shard.bytes_per_weight / host.link.bandwidth,
+            weights * shard.bytes_per_weight / self._bandwidth,
+            FLOPS_PER_WEIGHT * weights / self._flops,
+        )
+        missing = costs.host_seconds(rows_each)
+        if offload.num_cached:
+            missing = min(missing, costs.copy + costs.device_seconds(rows_each))
+        on_device = num_chosen * resident * costs.device_seconds(rows_each)
+        on_host = num_chosen * (1 - resident) * missing
+        crossing = rows * shard.hidden * BYTES_PER_ELEMENT / host.link.bandwidth + host.link.latency
+        unrouted = self._matrix_seconds(shard.unrouted_weights, shard.unrouted_weights, rows)
+        return unrouted + max(on_device, on_host + 2 * crossing)
 
     def _matrix_seconds(self, multiplied: float, read: float, rows: int) -> float:
         """Return the time of products of `rows` rows with weights."""

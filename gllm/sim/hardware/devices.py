@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from math import isclose
+from math import inf, isclose
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,41 @@ NVLINK_NODES = {
 }
 """Node type whose all-reduces stand for `nvlink` between ranks, by device; H200 and H100 have the
 same NVLink. Devices that are not here take the formulas."""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """Cores and memory of the machine of a device, which compute experts there."""
+
+    bandwidth: float
+    """Bytes/s at which its cores read weights."""
+    flops: float
+    """FLOP/s of its matrix multiplications."""
+    link: NetworkLink = LINKS["pcie"]
+    """Link to the device."""
+
+
+DEFAULT_HOST = "200:4"
+"""An assumption, not measured: half of the memory bandwidth of a server with 12 channels of DDR5,
+and a tenth of the arithmetic of its cores with AMX."""
+HOST_HELP = (
+    "cores and memory that compute experts of --cpu-experts: gigabytes per second at which they "
+    "read weights and their teraflops, such as 200:4"
+)
+
+
+def parse_host(text: str) -> HostSpec:
+    """Return a host by gigabytes per second and teraflops, such as 200:4. Raises ValueError."""
+    try:
+        bandwidth, flops = (float(part) for part in text.split(":"))
+        is_valid = 0 < bandwidth < inf and 0 < flops < inf
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            f"{text!r} has to be gigabytes per second and teraflops above 0, such as {DEFAULT_HOST}"
+        )
+    return HostSpec(bandwidth * 1e9, flops * 1e12)
 
 
 GBIT_BYTES = 1e9 / 8

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.hardware.devices import HostSpec
 
 BYTES_PER_ELEMENT = 2
 """Bytes per activation or KV entry: bfloat16."""
@@ -13,6 +14,17 @@ FLOPS_PER_WEIGHT = 2
 """FLOP per token and weight: one multiplication, one addition."""
 FLOPS_PER_PAIR = 4
 """FLOP per query-key pair and element of a head: the score and the weighted sum of the values."""
+
+
+@dataclass(frozen=True)
+class ExpertOffload:
+    """Routed experts in the memory of the host, whose cores compute them."""
+
+    num_layers: int
+    """Number of these layers, the first of the model with experts."""
+    num_cached: int
+    """Experts of each of them that the device has too."""
+    host: HostSpec
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,13 @@ class ExpertsShape:
     """Number of shared experts, which every token uses."""
     num_dense_layers: int = 0
     """Number of layers at the start of the model that have a dense MLP instead of experts."""
+    offload: "ExpertOffload | None" = None
+    """Layers whose routed experts are on the host; None for none."""
+
+    @property
+    def num_on_host(self) -> int:
+        """Number of layers, the first with experts, whose routed experts are on the host."""
+        return 0 if self.offload is None else self.offload.num_layers
 
     def expected_experts(self, num_tokens: int) -> float:
         """Return the expected number of routed experts that a batch of tokens reads.
@@ -214,6 +233,14 @@ class ModelShape:
         """Return the number of layers with the dense MLP among `count` layers from `first` on."""
         return max(0, min(count, self.num_dense_layers - first))
 
+    def count_host_layers(self, first: int, count: int) -> int:
+        """Return the number of layers with experts on the host among `count` from `first` on."""
+        if self.experts is None:
+            return 0
+        begin = self.num_dense_layers
+        end = begin + self.experts.num_on_host
+        return max(0, min(first + count, end) - max(first, begin))
+
     def read_weights(self, num_tokens: int) -> float:
         """Return the expected number of weights that an MoE layer reads for a batch of tokens."""
         if not self.experts or not num_tokens:
@@ -257,15 +284,23 @@ class ModelShape:
         return BYTES_PER_ELEMENT * elements + 2 * self.kv_bytes
 
     def stage_bytes(self, stage: int, layer_counts: list[int]) -> float:
-        """Return the bytes of the weights of a stage."""
-        first = sum(layer_counts[:stage])
+        """Return the bytes of the weights of a stage on its devices."""
+        first, count = sum(layer_counts[:stage]), layer_counts[stage]
         ends = self._end_weights(stage == 0, stage == len(layer_counts) - 1)
-        weights = self.weights_of_layers(first, layer_counts[stage]) + ends
+        weights = self.weights_of_layers(first, count) + ends
+        if self.experts is not None and (offload := self.experts.offload) is not None:
+            num_absent = self.experts.num_experts - offload.num_cached
+            weights -= self.count_host_layers(first, count) * num_absent * self.expert_weights
         return self.bytes_per_weight * weights
 
     def shard(self, ranks: int) -> "ModelShape":
         """Return the model shape as one of `ranks` tensor-parallel ranks sees it."""
         return _shard(self, ranks)
+
+    @property
+    def unrouted_weights(self) -> int:
+        """Number of weights of an MoE layer without its routed experts."""
+        return self._sparse_base_weights
 
     @property
     def _sparse_base_weights(self) -> int:

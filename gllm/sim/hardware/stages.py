@@ -1,14 +1,23 @@
 """Division of a model into stages and ranks on devices and links, which names select."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import floor
 from typing import TypeVar
 
+from gllm.config.engine import ALL_EXPERTS
 from gllm.options.degrees import expand_degrees
 from gllm.scheduler.kv_memory import MAX_UNSTORED_BLOCKS, KvMemory
-from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink, find_link, rank_link_for
-from gllm.sim.hardware.shapes import MODELS, ModelShape
+from gllm.sim.hardware.devices import (
+    DEVICES,
+    DeviceSpec,
+    HostSpec,
+    NetworkLink,
+    find_link,
+    rank_link_for,
+)
+from gllm.sim.hardware.shapes import MODELS, ExpertOffload, ModelShape
 
 Entry = TypeVar("Entry")
 
@@ -226,6 +235,45 @@ def build_hardware(
         for count, name, tp, between in zip(layers, devices, ranks, rank_links, strict=True)
     ]
     return PipelineSpec(shape, tuple(specs), tuple(links), *_driver_links(links))
+
+
+def offload_experts(
+    hardware: PipelineSpec, cpu_experts: str, cache_bytes: int, host: HostSpec
+) -> PipelineSpec:
+    """Return a pipeline whose first layers with experts keep the routed ones on the host.
+
+    Args:
+        hardware: The pipeline.
+        cpu_experts: Number of those layers, or all.
+        cache_bytes: Bytes on each device for experts of the host.
+        host: Cores and memory of the machines.
+
+    Raises:
+        ValueError: The model has no experts or fewer layers with them, or a stage several ranks.
+    """
+    shape = hardware.model
+    num_sparse = shape.layers - shape.num_dense_layers
+    count = num_sparse if cpu_experts == ALL_EXPERTS else int(cpu_experts)
+    if shape.experts is None or count > num_sparse:
+        raise ValueError(
+            f"cpu_experts is {cpu_experts}, but the model has {num_sparse} layers with experts: "
+            "lower it, or leave it out"
+        )
+    if max(hardware.degrees) > 1:
+        raise ValueError(
+            f"cpu_experts is {cpu_experts}, but a stage has {max(hardware.degrees)} ranks: use "
+            "--pp instead of --tp, or leave cpu_experts out"
+        )
+    offload = ExpertOffload(count, 0, host)
+    placed = replace(shape, experts=replace(shape.experts, offload=offload))
+    firsts = accumulate(hardware.layer_counts, initial=0)
+    most = max(
+        placed.count_host_layers(first, layers)
+        for first, layers in zip(firsts, hardware.layer_counts, strict=False)
+    )
+    num_cached = int(cache_bytes / (most * placed.expert_weights * placed.bytes_per_weight))
+    offload = replace(offload, num_cached=min(num_cached, shape.experts.num_experts))
+    return replace(hardware, model=replace(shape, experts=replace(shape.experts, offload=offload)))
 
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:

@@ -31,6 +31,7 @@ from gllm.runtime.worker.probe import (
     find_kinds,
 )
 from gllm.runtime.worker.probe_cache import ProbeCache, create_key
+from tests.runtime.test_recurrent_engine import make_folder
 from tests.support.gpu.device_stage import as_on_a_device
 
 
@@ -134,6 +135,7 @@ def test_everything_that_decides_the_speed_is_in_the_key(tmp_path: Path) -> None
         create_key(assign(0, debug_slowdown=(2, 1)), "cpu: portable"),
         create_key(replace_config(first, threads=2), "cpu: portable"),
         create_key(replace_config(first, max_model_len=256), "cpu: portable"),
+        create_key(replace_config(first, cpu_experts="1"), "cpu: portable"),
     ]
     assert create_key(assign(0, debug_slowdown=(1, 2)), "cpu: portable") == keys[0]
     keys.append(create_key(first, "cpu: portable", lambda is_gpu: "other"))
@@ -221,6 +223,31 @@ def test_a_rank_is_measured_on_a_device(
     assert measured.rank == rank
     assert measured.available_bytes is not None
     assert not measured.keeps_weights
+
+
+def test_layers_whose_experts_are_on_the_host_take_less_memory_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("gllm.runtime.worker.cuda.backend.CudaRuntime", lambda index: HostQueues())
+    folder = make_folder("qwen2-moe", tmp_path / "model")
+    options: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 64}
+    placement = make_placement(1, [(0, 4)], [RankWorker(1)], [1])
+
+    def measure_bytes(cpu_experts: str) -> list[int]:
+        config = EngineConfig.from_options(
+            str(folder), dtype="float32", cpu_experts=cpu_experts, **options
+        )
+        assignment = StageAssignment(placement, 1, config, str(folder), "", is_probe=True)
+        with as_on_a_device():
+            make_probe = partial(LayerProbe, num_gpus=1)
+            return measure(assignment, tmp_path / "cache", make_probe=make_probe).layer_bytes
+
+    on_device, moved = measure_bytes("none"), measure_bytes("all")
+    experts = 4 * 5 * 3 * 48 * 32
+    # Layer 1 has none.
+    saved = [before - after for before, after in zip(on_device, moved, strict=True)]
+    assert saved == [experts, 0, experts, experts]
 
 
 def test_the_head_is_what_sampling_adds(tmp_path: Path) -> None:

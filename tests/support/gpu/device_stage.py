@@ -33,6 +33,7 @@ from gllm.kernels.sampling_plan import plan_sampling
 from gllm.messages.sampling import SampleDetails
 from gllm.models import stage as model_stage
 from gllm.models.config import read_config
+from gllm.models.host_experts import HostExperts
 from gllm.models.split import split_layers
 from gllm.runtime.worker import stage_resources as loader_module
 from gllm.runtime.worker.batch import PlanAttention, Windows
@@ -95,8 +96,8 @@ def host_as_gpu(create: Callable[[], HostQueues] = HostQueues) -> Iterator[None]
 
 
 def tensors_of(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """All tensors that an object holds."""
-    if id(thing) in seen:
+    """All tensors that an object holds on the device: not those of experts on the host."""
+    if id(thing) in seen or isinstance(thing, HostExperts):
         return
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):

@@ -219,6 +219,14 @@ class FakeQueues:
     def bind_thread(self) -> None:
         self.bound.add(threading.current_thread().name)
 
+    @contextmanager
+    def host_work(self) -> Iterator[None]:
+        outer, self.stream_now = self.stream_now, None
+        try:
+            yield
+        finally:
+            self.stream_now = outer
+
     def stream(self) -> FakeStream:
         self._streams.append(FakeStream(self, len(self._streams), self._random.random()))
         return self._streams[-1]

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.config.engine import EngineConfig
+from gllm.config.engine import CPU_EXPERTS_ON_CPU, EngineConfig
 from gllm.kernels.native.library import log_kernels, operations_by_torch
 from gllm.kernels.threads import num_threads, using_torch_threads
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
 from gllm.models.formats.stored_format import stored_format
 from gllm.models.pooling import MeanPooling
+from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
@@ -54,8 +55,10 @@ class CpuExecutor(Executor):
 
         Raises:
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
-                share the model.
+                share the model, or `cpu_experts` is set.
         """
+        if engine_config.has_cpu_experts:
+            raise FieldError("cpu_experts", CPU_EXPERTS_ON_CPU)
         super().__init__(model_config, engine_config, num_stages, layers, device, rank, num_ranks)
         self._last_tokens: dict[int, int] = {}
         """Last sampled token by sequence, on rank 0."""

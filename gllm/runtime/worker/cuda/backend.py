@@ -79,6 +79,7 @@ class CudaBackend(DeviceBackend):
         self.executor.record_graphs(
             self._graph_rows, lambda done, total: log.info("graph %d/%d", done, total)
         )
+        self.executor.measure_expert_costs()
         self._counter = CompilationCounter()
 
     @property

@@ -31,12 +31,16 @@ from gllm.config.engine import (
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.masking import num_bitmask_words
+from gllm.kernels.native.library import describe_build
 from gllm.kernels.state_plan import NO_SLOT, StatePlan
 from gllm.kernels.triton.tiles import list_token_boundaries
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import COPY_LANE, CopyKvBlocks
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.models.config import ModelConfig
+from gllm.models.expert_placement import count_cache_slots, host_experts, host_share
+from gllm.models.host_experts import HostExperts
+from gllm.models.loader import Checkpoint
 from gllm.models.stage import StageInputs
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import (
@@ -54,6 +58,7 @@ from gllm.runtime.worker.cuda.graphs import (
     pad_decodes,
     plan_table_attention,
 )
+from gllm.runtime.worker.cuda.host_expert_runner import HostExpertRunner
 from gllm.runtime.worker.cuda.kv_staging import KvStager
 from gllm.runtime.worker.cuda.readback import LastTokenTable, OutputReadback, PendingTokens
 from gllm.runtime.worker.cuda.sampler import (
@@ -63,6 +68,7 @@ from gllm.runtime.worker.cuda.sampler import (
     to_sample_output,
 )
 from gllm.runtime.worker.cuda.staging import InputStaging, copy_to_device
+from gllm.runtime.worker.device import available_memory_bytes
 from gllm.runtime.worker.executor import DeviceTime, Executor
 from gllm.runtime.worker.kv_cache import KVCache, describe_layout, map_zeros
 from gllm.runtime.worker.sampling import (
@@ -154,7 +160,8 @@ class CudaExecutor(Executor):
             num_ranks: workers of the stage.
 
         Raises:
-            FieldError: a GPU cannot compute the model or its drafts, or as Executor does.
+            FieldError: a GPU cannot compute the model or its drafts, the cache of experts is too
+                small, or as Executor does.
         """
         speculation = engine_config.scheduler.speculative_config
         if speculation is not None and speculation.is_drafted_by_stage:
@@ -180,8 +187,23 @@ class CudaExecutor(Executor):
         own = partial(plan_table_attention, requested_tiles=set()) if reads_tables else plan_windows
         self.plan_attention = plan_attention or partial(own, backend=self.backend)
         """Builds the attention plans of steps, on the host."""
-        self.supports_graphs = (plan_attention is not None or reads_tables) and not self.state_bytes
-        """True if decodes can run as graphs, which have no slots of states."""
+        self._host_experts = list(host_experts(self._layer_specs))
+        """Experts of the stage that the host computes."""
+        self._expert_runner: HostExpertRunner | None = None
+        """Computes them, once the memory for steps is allocated."""
+        self._expert_cache = engine_config.expert_cache or 0
+        self._memory_share = engine_config.gpu_memory_utilization
+        self._num_expert_slots = 0
+        """Experts of each layer in the cache of the device."""
+        if self._expert_cache and self._host_experts:
+            self._num_expert_slots = count_cache_slots(
+                self._host_experts, self.model.hidden_size, self.dtype.itemsize, self._expert_cache
+            )
+        self.supports_graphs = (plan_attention is not None or reads_tables) and not (
+            self.state_bytes or self._host_experts
+        )
+        """True if decodes can run as graphs, which have no slots of states and no host that
+        computes experts."""
         self._graph_sizes: list[int] = []
         """Recorded numbers of rows."""
         self._group: DeviceRankGroup | None = None
@@ -206,6 +228,10 @@ class CudaExecutor(Executor):
         """Free everything but the weights; only `load` of a successor may follow."""
         super().close()
         self._group = None
+        self._expert_runner = None
+        if self._folder is not None:
+            for experts in self._loaded_host_experts():
+                experts.runner = None
         if self._stager is not None:
             self._stager.close()
         self._stager = self._staged = None
@@ -236,6 +262,72 @@ class CudaExecutor(Executor):
             self._readback = OutputReadback(runtime, max_rows, max_scores, hidden_size, max_steps)
         self._last_tokens = LastTokenTable(runtime, (max_steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(runtime, self.stream, get_block_table)
+        if self._host_experts:
+            self._expert_runner = self._create_expert_runner(max_tokens)
+            for experts in self._loaded_host_experts():
+                experts.runner = self._expert_runner
+
+    def _create_expert_runner(self, max_tokens: int) -> HostExpertRunner:
+        """Return the runner of the experts that are on the host, with its cache.
+
+        Raises:
+            FieldError: the cache does not fit, or the weights have no exact floats.
+        """
+        loaded = self._loaded_host_experts()
+        if self._num_expert_slots:
+            if not all(experts.has_exact_weights for experts in loaded):
+                raise FieldError(
+                    "expert_cache",
+                    "expert_cache has copies of weights in floats or few bits, but the experts of "
+                    "this checkpoint are int8 for CPUs: leave expert_cache out",
+                )
+            free_bytes = self._runtime.measure_free_bytes(lambda: None, self._memory_share)
+            if self._expert_cache > free_bytes:
+                raise FieldError(
+                    "expert_cache",
+                    f"expert_cache is {self._expert_cache} bytes, but the weights leave "
+                    f"{free_bytes} of the GPU's memory for it and the KV cache: lower it, or raise "
+                    "gpu_memory_utilization",
+                )
+        return HostExpertRunner(
+            self._runtime,
+            self.stream,
+            loaded,
+            max(spec.top_k for spec in self._host_experts),
+            self.model.hidden_size,
+            self.dtype,
+            max_tokens,
+            self._num_expert_slots,
+        )
+
+    def _check_host_memory(self, checkpoint: Checkpoint) -> None:
+        share = host_share(self.model, self._layer_specs)
+        # The files may have 32 bits per weight.
+        packed = 0.125 if self._quantization == "int4" else 0.5
+        needed, available = int(checkpoint.total_bytes * share * packed), available_memory_bytes()
+        if needed > available:
+            raise FieldError(
+                "cpu_experts",
+                f"cpu_experts: the experts on the host take {needed / 1e9:.1f} GB of memory at "
+                f"least, but {available / 1e9:.1f} GB are free: free memory, lower it, or set "
+                "quantization",
+            )
+
+    def _describe_numerics(self, kernels: str, backend: str) -> str:
+        text = super()._describe_numerics(kernels, backend)
+        if not self._host_experts:
+            return text
+        return f"{text}; experts of {len(self._host_experts)} layers: {describe_build(self.dtype)}"
+
+    def _loaded_host_experts(self) -> list[HostExperts]:
+        """Return the experts of each layer that has them on the host, in order."""
+        layers = [layer.host_experts for layer in self._stage.layers.layers]
+        return [experts for experts in layers if experts is not None]
+
+    def measure_expert_costs(self) -> None:
+        """Measure the times of experts, once kernels are compiled; only for a cache of experts."""
+        if self._expert_runner is not None:
+            self._expert_runner.measure_costs()
 
     def allocate(
         self,
