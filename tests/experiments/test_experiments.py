@@ -13,6 +13,7 @@ import pytest
 import gllm
 from experiments import (
     code_size,
+    distserve_planning,
     hexgen2_cases,
     hexgen2_claims,
     hexgen2_placements,
@@ -78,6 +79,13 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
         ),
     ],
     "hexgen2-placements": [(hexgen2_placements, "plan_replicas", QUICK_SEARCH)],
+    "hexgen2-opt": [
+        (simulation, "MIN_REQUESTS", 40),
+        (simulation, "WINDOW", (0.5, 0.75)),
+        (hexgen2_cases, "plan_replicas", QUICK_SEARCH),
+        (hexgen2_simulated, "plan_replicas", QUICK_SEARCH),
+    ],
+    "distserve-planning": [(distserve_planning, "NUM_REQUESTS", 20)],
     # Every kind of workload, but fewer requests and tokens of each; progress of each step.
     "prediction": [
         (profile, "DECODE_TOKENS", 10),
