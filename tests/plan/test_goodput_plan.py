@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
@@ -448,6 +448,17 @@ def test_counts_of_engines(
     assert count_engines(3 * decode_rate, decode_rate) == 3
     with pytest.raises(ValueError, match="do not hold"):
         count_for_cluster(1, prefill, decode)
+
+
+def test_engines_for_the_cluster_fit_its_nodes() -> None:
+    placer = SystemPlacer(make_problem(cluster=equal_nodes(3, 4)), DISTSERVE_COSTS, "network")
+    engine = PhaseGoodput(Parallelism(3), 1.0)
+    # Each node has one free GPU beside an engine of three.
+    assert count_for_cluster(12, engine, engine) == (2, 2)
+    fits = partial(placer.fits_apart, engine.parallelism, engine.parallelism)
+    assert count_for_cluster(12, engine, engine, fits) == (1, 1)
+    assert fits(1, 2)
+    assert not fits(2, 2)
 
 
 L20 = EngineCosts("roofline", "L20")

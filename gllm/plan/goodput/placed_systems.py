@@ -90,6 +90,16 @@ class SystemPlacer:
             async_scheduling=True,
         )
 
+    def fits_apart(
+        self, prefill: Parallelism, decode: Parallelism, num_prefill: int, num_decode: int
+    ) -> bool:
+        """Return True if the nodes hold so many prefill and decode engines."""
+        try:
+            self._place_apart(prefill, decode, num_prefill, num_decode)
+        except ValueError:
+            return False
+        return True
+
     def _place_apart(
         self, prefill: Parallelism, decode: Parallelism, num_prefill: int, num_decode: int
     ) -> list[tuple[str, int, Stages]]:

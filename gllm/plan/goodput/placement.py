@@ -7,7 +7,7 @@ stages with the same layers share a node and KV caches stay within it.
 Source: "DistServe" (OSDI'24, arXiv 2401.09670), section 4.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -123,7 +123,10 @@ def count_engines(rate: float, goodput: float) -> int:
 
 
 def count_for_cluster(
-    num_gpus: int, prefill: PhaseGoodput, decode: PhaseGoodput
+    num_gpus: int,
+    prefill: PhaseGoodput,
+    decode: PhaseGoodput,
+    fits: Callable[[int, int], bool] = lambda num_prefill, num_decode: True,
 ) -> tuple[int, int]:
     """Return how many prefill and decode engines give the highest request rate on a number of GPUs.
 
@@ -133,25 +136,26 @@ def count_for_cluster(
         num_gpus: Number of GPUs of the cluster.
         prefill: GPUs and request rate of one prefill engine.
         decode: GPUs and request rate of one decode engine.
+        fits: Returns True if the nodes hold so many prefill and decode engines. GPUs that are free
+            on different nodes may be enough in number, but not for a stage of several ranks.
 
     Raises:
         ValueError: There are too few GPUs for one engine of each phase.
     """
-    best: tuple[float, int, tuple[int, int]] | None = None
     sizes = prefill.parallelism.num_gpus, decode.parallelism.num_gpus
+    combinations = []
     for num_prefill in range(1, (num_gpus - sizes[1]) // sizes[0] + 1):
-        num_decode = (num_gpus - num_prefill * sizes[0]) // sizes[1]
-        rate = min(num_prefill * prefill.rate, num_decode * decode.rate)
-        num_decode = min(num_decode, count_engines(rate, decode.rate))
-        used = num_prefill * sizes[0] + num_decode * sizes[1]
-        if best is None or (rate, -used) > best[:2]:
-            best = rate, -used, (num_prefill, num_decode)
-    if best is None:
-        raise ValueError(
-            f"{num_gpus} GPUs do not hold a prefill engine of {sizes[0]} and a decode engine of "
-            f"{sizes[1]}: add nodes"
-        )
-    return best[2]
+        for num_decode in range(1, (num_gpus - num_prefill * sizes[0]) // sizes[1] + 1):
+            rate = min(num_prefill * prefill.rate, num_decode * decode.rate)
+            used = num_prefill * sizes[0] + num_decode * sizes[1]
+            combinations.append((rate, -used, num_prefill, num_decode))
+    for _, _, *counts in sorted(combinations, reverse=True):
+        if fits(*counts):
+            return counts[0], counts[1]
+    raise ValueError(
+        f"{num_gpus} GPUs do not hold a prefill engine of {sizes[0]} and a decode engine of "
+        f"{sizes[1]}: add nodes"
+    )
 
 
 def place_units(

@@ -161,9 +161,11 @@ class GoodputPlanner:
             require_best(f"{phase} engine", searches[phase], bounds[phase])
         self._complete(searches, bounds)
         prefill, decode = best_pair(searches, bounds, cluster.num_devices)
-        counts = count_for_cluster(cluster.num_devices, prefill, decode)
+        engines = prefill.parallelism, decode.parallelism
+        fits = partial(self._placer.fits_apart, *engines)
+        counts = count_for_cluster(cluster.num_devices, prefill, decode, fits)
         rate = min(counts[0] * prefill.rate, counts[1] * decode.rate)
-        system = self._placer.apart_system(prefill.parallelism, decode.parallelism, *counts)
+        system = self._placer.apart_system(*engines, *counts)
         per_gpu = 1 / (1 / prefill.per_gpu + 1 / decode.per_gpu)
         return self._certify(system, None, rate, per_gpu, searches)
 
