@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-LEAST_SECONDS = 1.0
+MIN_SECONDS = 1.0
 """Least time between the starts of two copies of a request: a copy should have ended before."""
 LEASE_SECONDS = 30.0
 """Age at which both engines have forgotten the ticket of a copy."""
@@ -76,7 +76,7 @@ class Checkpoints(Generic[Key]):
         copies, earlier = self._copies.get(key), 0
         target, block_size = targets[0]
         if copies is not None:
-            if now - copies.started_at < LEAST_SECONDS:
+            if now - copies.started_at < MIN_SECONDS:
                 return None
             sizes = dict(targets)
             if copies.latest.target in sizes:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.routing.checkpoints import LEASE_SECONDS, LEAST_SECONDS, Checkpoints, Copy, CopyTicket
+from gllm.routing.checkpoints import LEASE_SECONDS, MIN_SECONDS, Checkpoints, Copy, CopyTicket
 from tests.support.examples import num_examples
 
 SIZES = {"a": 4, "b": 8, "c": 16}
@@ -31,11 +31,11 @@ def test_a_copy_is_whole_blocks_and_at_least_an_interval_more_than_the_one_befor
             )
             num_earlier = earlier.num_tokens if earlier and earlier.target == copy.target else 0
             assert copy.num_tokens - num_earlier >= interval
-            assert all(now - time >= LEAST_SECONDS for time in started.values())
+            assert all(now - time >= MIN_SECONDS for time in started.values())
             table.on_started("x", copy, ticket, now)
             earlier, open_tickets[ticket], started[ticket] = copy, copy, now
             assert table.target_of("x") == copy.target
-        elif names and not any(now - time < LEAST_SECONDS for time in started.values()):
+        elif names and not any(now - time < MIN_SECONDS for time in started.values()):
             target = earlier.target if earlier and earlier.target in names else names[0]
             num_earlier = earlier.num_tokens if earlier and earlier.target == target else 0
             size = SIZES[target]

@@ -189,9 +189,9 @@ class Executor(ABC):
         """Layers of this stage."""
         self._layer_specs = self.model.layers[layers.start : layers.stop]
         self.is_first = layers.start == 0
+        """True on the first stage."""
         self.reads_token_ids = model_config.model.reads_token_ids(layers)
         """True if the inputs of steps have token ids."""
-        """True on the first stage."""
         self.is_last = layers.stop == self.model.num_layers
         """True on the last stage."""
         self.has_sampler = self.is_last and rank == 0
@@ -367,7 +367,7 @@ class Executor(ABC):
         if self._weight_cache is None or self.device.type != "cpu":
             return None
         held.ranks = held.ranks or Ranks(self._rank, self._num_ranks)
-        facts = {
+        settings = {
             "dtype": str(self.dtype),
             "quantization": self._quantization,
             "rank": [self._rank, self._num_ranks],
@@ -377,7 +377,7 @@ class Executor(ABC):
         }
         describe = partial(describe_stage_part, self.model, self.layers)
         place = parse_sized_folder(self._weight_cache)
-        return WeightCache(place, folder, facts, describe, held.ranks)
+        return WeightCache(place, folder, settings, describe, held.ranks)
 
     @property
     def stage(self) -> ModelStage:

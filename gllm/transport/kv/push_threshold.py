@@ -8,9 +8,9 @@ argument.
 
 from gllm.transport.kv.transfer_estimate import TransferEstimate
 
-LEAST_TOKENS = 32
-"""Least threshold: the layers of a step of fewer tokens are not counted one by one."""
-MOST_TOKENS = 8192
+MIN_TOKENS = 32
+"""Smallest threshold: the layers of a step of fewer tokens are not counted one by one."""
+MAX_TOKENS = 8192
 """Largest threshold, at which almost all prompts are transferred after their prefill."""
 TRIAL_INTERVAL = 16
 """Prompts of which one is transferred the other way, so that both ways stay measured."""
@@ -43,7 +43,7 @@ class PushThreshold:
         if self._num_prompts % TRIAL_INTERVAL:
             return self.num_tokens
         # All prompts one way, or all of them the other way.
-        return LEAST_TOKENS if self._num_prompts % (2 * TRIAL_INTERVAL) else MOST_TOKENS
+        return MIN_TOKENS if self._num_prompts % (2 * TRIAL_INTERVAL) else MAX_TOKENS
 
     def observe(self, num_tokens: int, is_pushed: bool, seconds: float, now: float) -> None:
         """Learn from a complete transfer.
@@ -63,9 +63,9 @@ class PushThreshold:
 
     def _find(self) -> int:
         """Return the least number of tokens from which on transfers after the prefill end later."""
-        best, num_tokens = MOST_TOKENS, LEAST_TOKENS
+        best, num_tokens = MAX_TOKENS, MIN_TOKENS
         sizes = []
-        while num_tokens <= min(MOST_TOKENS, 2 * max(self._largest)):
+        while num_tokens <= min(MAX_TOKENS, 2 * max(self._largest)):
             sizes.append(num_tokens)
             num_tokens *= 2
         for num_tokens in reversed(sizes):

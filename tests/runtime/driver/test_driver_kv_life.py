@@ -39,7 +39,7 @@ from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.transport.descriptors import DescriptorError
-from gllm.transport.kv.push_threshold import LEAST_TOKENS, MOST_TOKENS, TRIAL_INTERVAL
+from gllm.transport.kv.push_threshold import MAX_TOKENS, MIN_TOKENS, TRIAL_INTERVAL
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 24, 4, 64
 
@@ -455,7 +455,7 @@ def test_a_mover_that_answers_in_time_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("serialized_seconds", "pushed_seconds", "threshold"),
-    [(1.0, 0.01, LEAST_TOKENS), (0.01, 1.0, MOST_TOKENS)],
+    [(1.0, 0.01, MIN_TOKENS), (0.01, 1.0, MAX_TOKENS)],
 )
 def test_the_least_length_of_early_transfers_follows_the_measured_ones(
     serialized_seconds: float, pushed_seconds: float, threshold: int

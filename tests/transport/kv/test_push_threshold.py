@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.transport.kv.push_threshold import (
-    LEAST_TOKENS,
     MARGIN,
-    MOST_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
     TRIAL_INTERVAL,
     PushThreshold,
 )
@@ -40,14 +40,14 @@ def test_the_threshold_is_where_transfers_after_the_prefill_begin_to_end_later(
         )
         threshold.observe(num_tokens, is_pushed, seconds, now)
     gain = per_token - MARGIN * pushed_per_token
-    crossing = (MARGIN * pushed_fixed - fixed) / gain if gain > 0 else MOST_TOKENS
-    assert LEAST_TOKENS <= threshold.num_tokens <= MOST_TOKENS
-    if crossing <= MOST_TOKENS / 4:
-        assert crossing / 2 <= threshold.num_tokens <= max(4 * crossing, LEAST_TOKENS) or (
-            crossing < LEAST_TOKENS and threshold.num_tokens <= 2 * LEAST_TOKENS
+    crossing = (MARGIN * pushed_fixed - fixed) / gain if gain > 0 else MAX_TOKENS
+    assert MIN_TOKENS <= threshold.num_tokens <= MAX_TOKENS
+    if crossing <= MAX_TOKENS / 4:
+        assert crossing / 2 <= threshold.num_tokens <= max(4 * crossing, MIN_TOKENS) or (
+            crossing < MIN_TOKENS and threshold.num_tokens <= 2 * MIN_TOKENS
         )
-    elif crossing > 4 * MOST_TOKENS:
-        assert threshold.num_tokens == MOST_TOKENS
+    elif crossing > 4 * MAX_TOKENS:
+        assert threshold.num_tokens == MAX_TOKENS
 
 
 def test_the_initial_threshold_stays_until_both_ways_are_measured() -> None:
@@ -56,11 +56,11 @@ def test_the_initial_threshold_stays_until_both_ways_are_measured() -> None:
         threshold.observe(100, False, 0.1, number)
     assert threshold.num_tokens == 512
     threshold.observe(100, True, 0.0, 51.0)
-    assert threshold.num_tokens == LEAST_TOKENS
+    assert threshold.num_tokens == MIN_TOKENS
 
 
 def test_both_ways_are_tried_now_and_then() -> None:
     threshold = PushThreshold(512)
     limits = [threshold.next_threshold() for _ in range(4 * TRIAL_INTERVAL)]
-    assert limits.count(LEAST_TOKENS) == limits.count(MOST_TOKENS) == 2
-    assert set(limits) == {LEAST_TOKENS, 512, MOST_TOKENS}
+    assert limits.count(MIN_TOKENS) == limits.count(MAX_TOKENS) == 2
+    assert set(limits) == {MIN_TOKENS, 512, MAX_TOKENS}
