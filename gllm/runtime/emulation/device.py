@@ -65,7 +65,7 @@ class EmulatedDevice:
         """
         self._cost, self._stage, self._speed = cost, stage, speed
         self._sender_clock = sender_clock
-        self._free_at = self._link_free_at = float("-inf")
+        self._free_at = self._link_free_at = self._return_free_at = float("-inf")
 
     def receive(self, sent_at: float, now: float, work: StageWork, is_remote: bool) -> float:
         """Return the time at which the activations of a step have arrived.
@@ -99,3 +99,15 @@ class EmulatedDevice:
         seconds = self._cost.stage_seconds(self._stage, work, begin)
         self._free_at = begin + seconds / self._speed
         return begin, self._free_at
+
+    def returned_at(self, end: float, work: StageWork) -> float:
+        """Return the time at which the driver has the result of the last stage's next step.
+
+        Args:
+            end: end of the step.
+            work: work of the step.
+        """
+        transfer = self._cost.return_transfer(work)
+        begin = max(end, self._return_free_at)
+        self._return_free_at = begin + transfer.occupancy_seconds / self._speed
+        return self._return_free_at + transfer.propagation_seconds / self._speed

@@ -23,6 +23,9 @@ class TokensCost(CostModel):
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         return TransferCost(0.0005 * (stage + 1) * work.num_tokens, LATENCY)
 
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        return TransferCost(0.0001 * work.num_sampled_rows, LATENCY)
+
 
 def work_of(num_tokens: int) -> StageWork:
     return StageWork(0, num_tokens, (), num_tokens, num_tokens, num_tokens)
@@ -136,3 +139,12 @@ def test_speed_divides_all_times() -> None:
             _, end = device.run(work_of(tokens), arrived)
         ends.append(end - now)
     assert ends[0] == pytest.approx(4 * ends[1])
+
+
+def test_results_reach_the_driver_one_after_another() -> None:
+    for speed in (1.0, 4.0):
+        device, end = EmulatedDevice(TokensCost(), STAGE, speed), 100.0
+        first, second = (device.returned_at(end, work_of(tokens)) for tokens in (50, 10))
+        assert first == pytest.approx(end + (0.005 + LATENCY) / speed)
+        assert second == pytest.approx(end + (0.006 + LATENCY) / speed)
+        assert device.returned_at(end + 9, work_of(0)) == pytest.approx(end + 9 + LATENCY / speed)

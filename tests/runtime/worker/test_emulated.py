@@ -26,8 +26,8 @@ from gllm.runtime.worker.emulated.executor import EmulatedExecutor
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.stage import StageRunner
 from gllm.scheduler.plan import SampledToken
-from gllm.scheduler.stage_work import compute_stage_work
-from gllm.sim.costs.base import ConstantCostModel, CostModel
+from gllm.scheduler.stage_work import StageWork, compute_stage_work
+from gllm.sim.costs.base import ConstantCostModel, CostModel, TransferCost
 from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.hardware.stages import build_hardware
 from gllm.transport.groups import StageGroups
@@ -82,6 +82,17 @@ class EmulatedPipeline(Pipeline):
         while len(held.tokens) < before + count:
             self.run([self.row(seq, len(held.tokens) - held.computed)])
         return held.tokens[before:]
+
+
+class ReturningCost(ConstantCostModel):
+    """Steps take no time, but results do."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(0.0)
+        self._seconds = seconds
+
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        return TransferCost(0.0, self._seconds)
 
 
 def chosen(folder: Path, prompt: list[int], count: int, **options: Any) -> list[int]:
@@ -358,6 +369,19 @@ async def test_a_report_covers_no_step_that_has_begun(folder: Path) -> None:
         complete_until = until
         await asyncio.sleep(0.001)
     await asyncio.to_thread(runner.stage.close)
+
+
+@pytest.mark.parametrize(("is_remote", "seconds"), [(False, 0.05), (True, 600.0)])
+def test_results_take_as_long_as_their_link(folder: Path, is_remote: bool, seconds: float) -> None:
+    """Unless they cross a real one."""
+    pipeline = EmulatedPipeline(folder, stages=2, cost=ReturningCost(seconds))
+    executor = pipeline.executors[1]
+    assert isinstance(executor, EmulatedExecutor)
+    executor._returns_remotely = is_remote
+    pipeline.add(1, PROMPT)
+    begin = time.monotonic()
+    pipeline.run([pipeline.row(1, len(PROMPT))])
+    assert (time.monotonic() - begin >= seconds) != is_remote
 
 
 def test_lateness_is_counted_and_does_not_move_the_timeline(folder: Path) -> None:

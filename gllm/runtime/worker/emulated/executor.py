@@ -79,6 +79,7 @@ class EmulatedExecutor(Executor):
         device: EmulatedDevice,
         weight_bytes: int,
         receives_remotely: bool = False,
+        returns_remotely: bool = False,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -92,6 +93,7 @@ class EmulatedExecutor(Executor):
             device: timeline of the stage.
             weight_bytes: bytes of the weights of this rank.
             receives_remotely: True if activations come over a real link.
+            returns_remotely: True if results go to the driver over a real link.
             rank: index among the workers of the stage.
             num_ranks: workers of the stage.
 
@@ -103,7 +105,7 @@ class EmulatedExecutor(Executor):
             engine_config = replace(engine_config, dtype=model_config.dtype)
         super().__init__(model_config, engine_config, num_stages, layers, CPU, rank, num_ranks)
         self._device, self._counted_bytes = device, weight_bytes
-        self._receives_remotely = receives_remotely
+        self._receives_remotely, self._returns_remotely = receives_remotely, returns_remotely
         self._emulation = engine_config.emulation
         self._device_name = engine_config.device
         speculation = engine_config.scheduler.speculative_config
@@ -265,11 +267,18 @@ class EmulatedExecutor(Executor):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """Return the token of each sampling row and details of some of them.
+        """Return the token of each sampling row and details, once the driver would have them.
 
         A plain row gets the next token of its made-up text. Others, such as with a grammar or
         penalties, are sampled from logits that prefer it.
         """
+        result = self._sample(batch)
+        if not self._returns_remotely:
+            step = _step_of(batch)
+            _wait_until(self._device.returned_at(step.end, step.work), self._is_cancelled)
+        return result
+
+    def _sample(self, batch: Batch) -> tuple[list[SampledToken], list[SampleDetails]]:
         assert self._output is not None, "this stage samples"
         sampling, texts = batch.sampling, _step_of(batch).texts
         rows = zip(texts, sampling.output_indices, strict=True)
