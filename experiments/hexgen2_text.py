@@ -90,4 +90,4 @@ NOTES = """\
 - *Setting 1.* The paper's text has 4 L40 and 8 A6000, but both of its placements use 8 L40 and
   4 A6000, whose price fits the budget (28.82 $/h for 28.8); the shipped cluster `het1-placed` has
   these.
-- *Table 5.* Searches over more than 128 devices are left out for the time of this page."""
+- *Table 5.* [hexgen2-opt](hexgen2-opt.md) has searches over more than 128 devices."""
