@@ -217,10 +217,13 @@ ROUTER_PANELS = [
         "Below 1 after an engine joined or was slow, 0 while it gets no requests.",
     ),
     Panel(
-        "Migrations",
+        "Migrations and copies",
         "cps",
-        [Query(rate("router_migrations_total", "cause"), "{{cause}}")],
-        "Requests that went on at another engine.",
+        [
+            Query(rate("router_migrations_total", "cause"), "{{cause}}"),
+            Query(rate("router_kv_checkpoints_total"), "copies"),
+        ],
+        "Requests that went on at another engine, and copies of requests' KV blocks.",
     ),
     Panel(
         "Engines that left",
