@@ -1,8 +1,7 @@
 """Entry point of a worker process: `python -m gllm.runtime.worker CHANNEL STACKS RATIOS PARENT`.
 
 Prepares the process before it imports torch, which takes a second: it dies with its parent, writes
-its stacks when it crashes, and garbage collection is off. Modules that torch imports for compilers
-alone are not executed (`UNUSED_TORCH_MODULES`). Its identity and its stage arrive over
+its stacks when it crashes, and garbage collection is off. Its identity and its stage arrive over
 the channel, because the parent reads the model's configuration meanwhile.
 """
 
@@ -14,7 +13,6 @@ import sys
 
 from gllm.observability.child_start import exit_on_import_error, leave_signals_to_parent
 from gllm.runtime.messaging.parent_death import die_with_parent
-from gllm.runtime.worker.deferred_import import UNUSED_TORCH_MODULES, defer_import
 
 
 def main() -> None:
@@ -37,8 +35,6 @@ def main() -> None:
         import setproctitle
 
         setproctitle.setproctitle("gllm-standby")
-        for name in UNUSED_TORCH_MODULES:
-            defer_import("torch", name)
         from gllm.runtime.worker.worker import run_worker
     run_worker(channel, ratios)
 
