@@ -15,6 +15,9 @@ TO_LIMIT, FIXED, TRACE = "limit", "fixed:", "trace:"
 """Values of --emulated-output, or their beginnings."""
 PROMPT, PASSAGE = "prompt", "passage"
 """Values of --emulated-text that are no files."""
+DEFAULT_HOST = "200:4"
+"""An assumption, not measured: half of the memory bandwidth of a server with 12 channels of DDR5,
+and a tenth of the arithmetic of its cores with AMX."""
 
 
 class DeviceChoices(tuple[str, ...]):
@@ -57,7 +60,7 @@ class EmulationConfig:
         le=4,
     )
     emulated_host: str = option(
-        "200:4",
+        DEFAULT_HOST,
         "with --device emulated and --cpu-experts: gigabytes per second at which cores of the host "
         "read weights and their teraflops, as --host of gllm simulate",
     )

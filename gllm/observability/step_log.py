@@ -207,9 +207,8 @@ class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
     call: KvTransferCall
     ids: list[int] = []
     """Ids of sequences for calls about a fetch, otherwise of KV reservations (tickets). For
-    `take_...` calls: those that the call returned; for `hand_off` and
-    `keep_computed` the sequence and its ticket, for the latter
-    the number of tokens too; for `set_push_threshold` the number of tokens."""
+    `take_...` calls: those that the call returned; for `hand_off` the sequence and its
+    ticket; for `keep_computed` these and the number of tokens; for `set_push_threshold` that."""
     is_ok: bool = True
     """Argument of `finish_fetch`."""
 

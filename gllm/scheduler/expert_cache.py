@@ -69,16 +69,16 @@ class ExpertPlan:
 class _Uses:
     """Decayed sum of the time that having an expert saves, and its variance."""
 
-    __slots__ = ("mean", "square", "step")
+    __slots__ = ("saved", "step", "variance")
 
     def __init__(self) -> None:
-        self.mean = self.square = 0.0
+        self.saved = self.variance = 0.0
         self.step = 0
 
     def advance(self, step: int, decay: float) -> None:
         """Let the sums decay until a step."""
         factor = decay ** (step - self.step)
-        self.mean, self.square, self.step = self.mean * factor, self.square * factor**2, step
+        self.saved, self.variance, self.step = self.saved * factor, self.variance * factor**2, step
 
 
 class ExpertCache:
@@ -122,11 +122,13 @@ class ExpertCache:
         for expert, count in num_rows.items():
             uses, saved = self._uses[expert], costs.saved_seconds(count)
             uses.advance(self._step, self._decay)
-            uses.mean += saved
-            uses.square += saved**2
+            uses.saved += saved
+            uses.variance += saved**2
         missing = sorted(num_rows.keys() - self._slots.keys())
         copied: dict[int, int | None] = {}
-        admitted = max(missing, key=lambda expert: (self._uses[expert].mean, -expert), default=None)
+        admitted = max(
+            missing, key=lambda expert: (self._uses[expert].saved, -expert), default=None
+        )
         if admitted is not None and (slot := self._find_slot(admitted, costs)) is not None:
             self._slots[admitted] = slot
             copied[admitted] = slot
@@ -144,7 +146,7 @@ class ExpertCache:
         many copies.
         """
         candidate = self._uses[expert]
-        if candidate.mean <= costs.copy:
+        if candidate.saved <= costs.copy:
             return None
         if len(self._slots) < self.num_slots:
             return len(self._slots)
@@ -152,10 +154,10 @@ class ExpertCache:
             return None
         for owner in self._slots:
             self._uses[owner].advance(self._step, self._decay)
-        victim = min(self._slots, key=lambda owner: (self._uses[owner].mean, owner))
+        victim = min(self._slots, key=lambda owner: (self._uses[owner].saved, owner))
         least = self._uses[victim]
-        noise = SIGNIFICANCE * math.sqrt(candidate.square + least.square)
-        if candidate.mean - least.mean <= costs.copy + noise:
+        noise = SIGNIFICANCE * math.sqrt(candidate.variance + least.variance)
+        if candidate.saved - least.saved <= costs.copy + noise:
             return None
         self.num_exchanges += 1
         return self._slots.pop(victim)

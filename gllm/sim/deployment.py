@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from gllm.config.emulation import DEFAULT_HOST
 from gllm.config.engine import NO_EXPERTS
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
@@ -16,7 +17,7 @@ from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.depth_control import replay_depth, start_depth
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.hardware.devices import DEFAULT_HOST, parse_host
+from gllm.sim.hardware.devices import parse_host
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, build_hardware, offload_experts
 from gllm.sim.hindsight import HindsightEviction

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from gllm.config.emulation import DEFAULT_HOST
 from gllm.config.engine import MAX_RANKS, NO_EXPERTS, parse_cpu_experts
 from gllm.options.degrees import as_degrees
 from gllm.options.field_types import convert_fields
@@ -13,7 +14,7 @@ from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.depth_control import AUTO_DEPTH
-from gllm.sim.hardware.devices import DEFAULT_HOST, DEVICES, HOST_HELP, LINKS
+from gllm.sim.hardware.devices import DEVICES, HOST_HELP, LINKS
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.profiled import (
     VIDUR_MODEL,

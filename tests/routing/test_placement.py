@@ -302,7 +302,7 @@ def test_a_running_request_needs_no_time_for_its_prompt_at_another_engine() -> N
 
 
 class Progress:
-    """What happens to requests by their ids, as sets of facts about the present."""
+    """Engines and tokens of requests, and their prediction errors, also counted by hand."""
 
     def __init__(self) -> None:
         self.errors: PredictionErrors[int] = PredictionErrors()

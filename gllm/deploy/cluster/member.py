@@ -83,5 +83,5 @@ class ClusterMember(NodeMembership):
                 self._processes.end(number)
 
     async def _before_leaving(self) -> None:
-        # The master hears of their ends.
+        # The master is notified of each process that ends.
         await self._processes.close()

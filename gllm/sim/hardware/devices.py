@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from math import inf, isclose
 
+from gllm.config.emulation import DEFAULT_HOST
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -100,9 +102,6 @@ class HostSpec:
     """Link to the device."""
 
 
-DEFAULT_HOST = "200:4"
-"""An assumption, not measured: half of the memory bandwidth of a server with 12 channels of DDR5,
-and a tenth of the arithmetic of its cores with AMX."""
 HOST_HELP = (
     "cores and memory that compute experts of --cpu-experts: gigabytes per second at which they "
     "read weights and their teraflops, such as 200:4"

@@ -145,7 +145,7 @@ def run_as_one(
 
 
 def cached(costs: ExpertCosts, slots_of: list[int]) -> Callable[..., Any]:
-    """What makes an executor whose costs are given; notes how many experts each layer has."""
+    """Create executors with given costs of experts, and record the size of each layer's cache."""
 
     def create(*args: Any, **options: Any) -> CudaExecutor:
         executor = executor_on(*args, **options)

@@ -43,7 +43,7 @@ class EmulatedBackend(DeviceBackend):
             EmulatedDevice(deployment.cost, stage, speed, SenderClock() if is_remote else None),
             weight_bytes,
             is_remote and config.emulation.emulated_bytes,
-            assignment.machine > 0,
+            returns_remotely=assignment.machine > 0,
             rank=assignment.rank,
             num_ranks=assignment.num_ranks,
         )
